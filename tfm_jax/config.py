@@ -1,0 +1,259 @@
+"""The configuration of a run: frozen dataclasses, checked when built, strict JSON in and out.
+
+A family's own configuration (`TransformerConfig`, ...) lives in the file of its model; `Run` is generic in it. Every
+docstring under a field is its help on the command line.
+"""
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+ModelConfig = TypeVar("ModelConfig")
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `ValueError(message)` unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def require_rates(name: str, config: Any) -> None:
+    """Every field of a dataclass of rates must lie in [0, 1)."""
+    for key, rate in dataclasses.asdict(config).items():
+        require(0.0 <= rate < 1.0, f"{name}.{key} is {rate}: a dropout rate lies in [0, 1)")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How many devices each axis spans; their product is the number of devices the run uses."""
+
+    data: int = 1
+    """Copies of the model that share a batch (data parallelism). Unit: devices."""
+    fsdp: int = 1
+    """Shards of parameters and optimizer state, which also share the batch (fully sharded). Unit: devices."""
+    model: int = 1
+    """Shards of heads, feed-forward width and vocabulary (tensor parallelism). Unit: devices."""
+
+    def __post_init__(self):
+        for name, size in dataclasses.asdict(self).items():
+            require(size >= 1, f"mesh.{name} is {size}: an axis spans at least one device")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where the text comes from and how it becomes batches."""
+
+    dir: str = ""
+    """Folder that holds the files of the experiment's data set, for experiments that read one."""
+    train_source: str = ""
+    """File with one source sentence a line (plain or .gz), for experiments on one's own text."""
+    train_target: str = ""
+    """File with the translation of each line of train_source."""
+    validation_source: str = ""
+    """As train_source, for the validation loss that guides patience and the best checkpoint."""
+    validation_target: str = ""
+    """As train_target, for validation."""
+    test_source: str = ""
+    """As train_source, for the scores in result.json; empty: the validation text is scored."""
+    test_target: str = ""
+    """As train_target, for the test."""
+    tokenizer: Literal["bpe", "word_bpe"] = "bpe"
+    """bpe: byte-level BPE, any Unicode text comes back exactly. word_bpe: BPE inside words split at spaces (Sennrich et
+    al. 2016), for text that is tokenised already. One vocabulary of model.vocab_size entries serves both languages."""
+    max_length: int = 256
+    """Longest sequence after tokenisation, end-of-text included. Unit: tokens."""
+    too_long: Literal["error", "drop"] = "error"
+    """What happens to a training or validation pair with a side over max_length: error names its line, drop counts it."""
+    tokens_per_batch: int = 4096
+    """Budget of a batch: rows x the longer side's padded length. Unit: tokens."""
+    num_buckets: int = 8
+    """How many (source length, target length) shapes batches come in: each costs one compilation, more waste less."""
+    seed: int = 0
+    """Data order depends on (seed, epoch) alone."""
+
+    def __post_init__(self):
+        require(self.max_length >= 2, f"data.max_length is {self.max_length}: at least 2 tokens are needed")
+        require(self.num_buckets >= 1, f"data.num_buckets is {self.num_buckets}: at least 1 is needed")
+        require(
+            self.tokens_per_batch >= self.max_length,
+            f"data.tokens_per_batch ({self.tokens_per_batch}) is below data.max_length ({self.max_length}): "
+            "the longest pair would fit no batch",
+        )
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Adam (Kingma and Ba 2015) and its learning rate."""
+
+    name: Literal["adam"] = "adam"
+    """The update rule."""
+    schedule: Literal["inverse_sqrt", "constant"] = "inverse_sqrt"
+    """After the linear warm-up: inverse_sqrt falls as 1/sqrt(update) (Vaswani et al. 2017, eq. 3); constant stays."""
+    learning_rate: float = 5e-4
+    """Peak, reached at the last warm-up update. The paper's peak is (d_model * warmup_steps) ** -0.5."""
+    warmup_steps: int = 4000
+    """Length of the linear warm-up. Unit: updates."""
+    b1: float = 0.9
+    """Decay of the mean of gradients."""
+    b2: float = 0.98
+    """Decay of the mean of squared gradients."""
+    eps: float = 1e-9
+    """Added to the root of the mean of squared gradients."""
+    clip_norm: float | None = None
+    """Gradients with a larger global norm are scaled down to it; None: no clipping."""
+
+    def __post_init__(self):
+        require(self.learning_rate > 0, f"optimizer.learning_rate is {self.learning_rate}: it must be positive")
+        require(self.warmup_steps >= 0, f"optimizer.warmup_steps is {self.warmup_steps}: it must not be negative")
+        require(0 <= self.b1 < 1 and 0 <= self.b2 < 1, f"optimizer.b1, b2 are {self.b1}, {self.b2}: they lie in [0, 1)")
+        require(self.clip_norm is None or self.clip_norm > 0, f"optimizer.clip_norm is {self.clip_norm}: positive or None")
+
+
+@dataclass(frozen=True)
+class Train:
+    """How long to train, and when to look and save. The first limit reached ends the run; one must be given."""
+
+    steps: int | None = None
+    """Limit of updates. None: no such limit."""
+    epochs: int | None = None
+    """Limit of passes over the training data. None: no such limit."""
+    max_minutes: float | None = None
+    """Limit of time in the training loop (validation and saving included), summed over resumed parts. Unit: minutes."""
+    label_smoothing: float = 0.1
+    """Share of the target probability spread evenly over the vocabulary (Szegedy et al. 2016)."""
+    checkpoint_every: int = 500
+    """Every so many checkpoint_units the validation loss is measured and the state saved."""
+    checkpoint_unit: Literal["steps", "epochs"] = "steps"
+    """Unit of checkpoint_every and of patience's rounds."""
+    patience: int | None = None
+    """Stop after so many rounds (one per checkpoint) without a better validation loss. None: never."""
+    keep_last: int = 5
+    """How many of the newest checkpoints are kept; the best one is kept besides."""
+    final: Literal["last", "best", "average"] = "last"
+    """Which parameters the run ends with: the newest, those of the best validation loss, or the mean of the keep_last
+    newest checkpoints."""
+    log_every: int = 50
+    """A line of metrics.jsonl every so many updates."""
+    seed: int = 0
+    """Initial parameters and dropout depend on it alone."""
+
+    def __post_init__(self):
+        limits = {"steps": self.steps, "epochs": self.epochs, "max_minutes": self.max_minutes}
+        require(any(v is not None for v in limits.values()), "train: give one of steps, epochs, max_minutes as the limit")
+        for name, value in limits.items() | {"patience": self.patience}.items():
+            require(value is None or value > 0, f"train.{name} is {value}: positive or None")
+        for name in ("checkpoint_every", "keep_last", "log_every"):
+            require(getattr(self, name) >= 1, f"train.{name} is {getattr(self, name)}: at least 1 is needed")
+        require(0 <= self.label_smoothing < 1, f"train.label_smoothing is {self.label_smoothing}: it lies in [0, 1)")
+
+
+@dataclass(frozen=True)
+class Decode:
+    """How text is generated and scored."""
+
+    beams: int = 5
+    """Hypotheses kept at each step; 1 is greedy search."""
+    length_penalty: float = 1.0
+    """alpha in score = log p / length ** alpha, the length counted with the end-of-text token; 0 compares plain log p."""
+    early_stopping: bool = True
+    """True: a sentence is done once `beams` hypotheses have ended. False: once no live hypothesis can beat them."""
+    max_new_tokens: int = 200
+    """Longest output, end-of-text included. Unit: tokens."""
+    tokens_per_batch: int = 4096
+    """Budget of a decoding batch: beams x rows x padded source length. Unit: tokens."""
+    bleu_tokenizer: Literal["13a", "none", "intl", "char", "zh"] = "13a"
+    """sacreBLEU's tokenisation of hypotheses and references; none where the text is tokenised already."""
+    lowercase: bool = False
+    """Score without regard to case."""
+
+    def __post_init__(self):
+        for name in ("beams", "max_new_tokens", "tokens_per_batch"):
+            require(getattr(self, name) >= 1, f"decode.{name} is {getattr(self, name)}: at least 1 is needed")
+
+
+@dataclass(frozen=True)
+class Run(Generic[ModelConfig]):
+    """Everything that decides the outcome of a run; written to run_dir/config.json."""
+
+    model: ModelConfig
+    """Architecture and sizes."""
+    train: Train
+    """How long to train, and when to look and save."""
+    run_dir: str
+    """Directory of the run: config, metrics, result, tokenizer, checkpoints, plots. Started again, it continues."""
+    data: Data = field(default_factory=Data)
+    """Where the text comes from and how it becomes batches."""
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    """Update rule and learning rate."""
+    decode: Decode = field(default_factory=Decode)
+    """How text is generated and scored."""
+    mesh: Mesh = field(default_factory=Mesh)
+    """Devices by axis."""
+
+    def __post_init__(self):
+        require(
+            self.data.max_length <= self.model.max_length,
+            f"data.max_length ({self.data.max_length}) exceeds model.max_length ({self.model.max_length})",
+        )
+        require(
+            self.decode.max_new_tokens <= self.model.max_length,
+            f"decode.max_new_tokens ({self.decode.max_new_tokens}) exceeds model.max_length ({self.model.max_length})",
+        )
+
+
+def to_dict(config: Any) -> dict:
+    """Nested dict of plain values; a model's config carries its `family` so that it can be found again."""
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    values = {k: to_dict(v) if dataclasses.is_dataclass(v) else v for k, v in values.items()}
+    family = getattr(config, "family", None)
+    return values if family is None else {"family": family} | values
+
+
+def to_json(config: Any) -> str:
+    """The configuration as indented JSON; `from_dict(cls, json.loads(...))` gives an equal one."""
+    return json.dumps(to_dict(config), indent=2, allow_nan=False) + "\n"
+
+
+def from_dict(cls: type, values: dict, where: str = "config") -> Any:
+    """Build the dataclass `cls` from a dict, strictly: unknown and missing fields and wrong types raise `ValueError`.
+
+    Fields that are not dataclasses must already have the type of their annotation (int is accepted for float).
+    """
+    hints, fields = typing.get_type_hints(cls), {f.name: f for f in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - set(fields))
+    require(not unknown, f"{where}: unknown fields {unknown}; known are {sorted(fields)}")
+    required = {n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING}
+    missing = sorted(required - set(values))
+    require(not missing, f"{where}: missing fields {missing}")
+    return cls(**{name: _convert(hints[name], value, f"{where}.{name}") for name, value in values.items()})
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return from_dict(hint, value, where)
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        require(value in options, f"{where} is {value!r}: one of {list(options)} is expected")
+        return value
+    if isinstance(hint, TypeVar):
+        return value
+    allowed = options if origin in (typing.Union, types.UnionType) else (hint,)
+    if float in allowed and type(value) is int:
+        return float(value)
+    require(type(value) in allowed, f"{where} is {value!r} ({type(value).__name__}): {hint} is expected")
+    return value
+
+
+def differences(ours: dict, theirs: dict, where: str = "") -> list[str]:
+    """The fields in which two nested dicts differ, each as `name: ours, theirs`."""
+    lines = []
+    for key in sorted(ours.keys() | theirs.keys()):
+        one, other, name = ours.get(key), theirs.get(key), f"{where}{key}"
+        if isinstance(one, dict) and isinstance(other, dict):
+            lines += differences(one, other, f"{name}.")
+        elif one != other:
+            lines.append(f"{name}: {one!r}, {other!r}")
+    return lines
