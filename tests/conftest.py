@@ -1,0 +1,21 @@
+"""What holds in every test: eight fake devices, checked shapes, no silent promotion, examples that repeat."""
+
+import os
+
+# XLA and jax read these once, so they are set before jax is imported.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".lstrip()
+os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
+os.environ["MPLBACKEND"] = "Agg"
+
+import hypothesis
+import jax
+import jaxtyping
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+jaxtyping.install_import_hook("tfm_jax", "beartype.beartype")
+
+# No deadline: the first example of a shape compiles. Derandomized: a failure is the change's, not luck's.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.load_profile("tests")

@@ -1,0 +1,309 @@
+"""The encoder-decoder Transformer of Vaswani et al., "Attention Is All You Need" (2017)."""
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from tfm_jax.config import require, require_rates
+from tfm_jax.models.model import Model
+from tfm_jax.nn.attention import head_size
+from tfm_jax.nn.blocks import BlockSizes, Decoder, Encoder
+from tfm_jax.nn.layers import Embedding, param, xavier_uniform, zeros
+from tfm_jax.ops import AttentionMask, BlockSettings, KeyValue, KVCache, dropout, sinusoidal_positions
+from tfm_jax.sharding import constrain
+
+Tokens = Int[Array, "B T"]
+SourceTokens = Int[Array, "B S"]
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Dropout rate of each site."""
+
+    embedding: float = 0.1
+    """On the sum of embedding and position."""
+    residual: float = 0.1
+    """On the output of each sublayer, before it is added to the residual stream."""
+    attention: float = 0.0
+    """On the attention weights."""
+    feed_forward: float = 0.0
+    """On the hidden layer of the feed-forward network."""
+
+    def __post_init__(self):
+        require_rates("dropout", self)
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Architecture and sizes; the defaults are the paper's base model."""
+
+    vocab_size: int
+    """Entries of the vocabulary that source and target share. Unit: tokens."""
+    max_length: int = 1024
+    """Longest sequence the model accepts; learned positions have so many rows. Unit: tokens."""
+    d_model: int = 512
+    """Width of the residual stream."""
+    d_ff: int = 2048
+    """Width of the feed-forward hidden layer."""
+    num_heads: int = 8
+    """Attention heads of each layer."""
+    num_encoder_layers: int = 6
+    """Blocks of the encoder."""
+    num_decoder_layers: int = 6
+    """Blocks of the decoder."""
+    d_k: int | None = None
+    """Width of a head's queries and keys. None: d_model / num_heads, which must be whole."""
+    d_v: int | None = None
+    """Width of a head's values. None: d_k."""
+    norm: Literal["post", "pre"] = "post"
+    """Layer norm after each residual sum (the paper) or before each sublayer with one more at the end (Xiong et al. 2020)."""
+    norm_eps: float = 1e-5
+    """Added to the variance in layer norm."""
+    activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = "relu"
+    """Nonlinearity of the feed-forward network; gelu is the exact one."""
+    positions: Literal["sinusoidal", "learned", "none"] = "sinusoidal"
+    """What tells positions apart."""
+    tied_embeddings: Literal["all", "target_output", "source_target", "none"] = "all"
+    """Which of source embedding, target embedding and output layer are one matrix."""
+    attention_bias: bool = True
+    """Biases in the four projections of attention."""
+    head_bias: bool = False
+    """A bias in the output layer."""
+    dropout: Dropout = field(default_factory=Dropout)
+    """Dropout rate of each site."""
+
+    family: ClassVar[str] = "transformer"
+
+    def __post_init__(self):
+        sizes = ("vocab_size", "max_length", "d_model", "d_ff", "num_heads", "num_encoder_layers", "num_decoder_layers")
+        for name in (*sizes, "d_k", "d_v"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"model.{name} is {value}: at least 1 is needed")
+        require(self.norm_eps > 0, f"model.norm_eps is {self.norm_eps}: it must be positive")
+        head_size(self.d_model, self.num_heads, self.d_k)
+
+
+class Transformer(nnx.Module):
+    """Encoder and decoder with their embeddings and output layer.
+
+    Tokens are int32 `B S` (source) and `B T` (target); segment ids of the same shape are 0 on padding and tell packed
+    sentences apart, all 1 where left out; positions count from 0 in every row where left out.
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        rates, tied = config.dropout, config.tied_embeddings
+        settings = BlockSettings(
+            norm=config.norm,
+            norm_eps=config.norm_eps,
+            activation=config.activation,
+            residual_dropout=rates.residual,
+            attention_dropout=rates.attention,
+            feed_forward_dropout=rates.feed_forward,
+        )
+        sizes = BlockSizes(
+            config.d_model, config.d_ff, config.num_heads, config.d_k, config.d_v, config.attention_bias
+        )
+        self.embedding = Embedding(config.vocab_size, config.d_model, rngs=rngs)
+        if tied in ("target_output", "none"):
+            self.source_embedding = Embedding(config.vocab_size, config.d_model, rngs=rngs)
+        if config.positions == "learned":
+            self.position_embedding = Embedding(config.max_length, config.d_model, axis=None, rngs=rngs)
+            self.source_position_embedding = Embedding(config.max_length, config.d_model, axis=None, rngs=rngs)
+        self.encoder = Encoder(sizes, settings, config.num_encoder_layers, rngs=rngs)
+        self.decoder = Decoder(sizes, settings, config.num_decoder_layers, rngs=rngs)
+        if tied in ("source_target", "none"):
+            shape = (config.d_model, config.vocab_size)
+            self.head = param(shape, axes=("embed", "vocab"), init=xavier_uniform(), rngs=rngs)
+        if config.head_bias:
+            self.head_bias = param((config.vocab_size,), axes=("vocab",), init=zeros, rngs=rngs)
+
+    def __call__(
+        self,
+        source_tokens: SourceTokens,
+        tokens: Tokens,
+        *,
+        source_segment_ids: SourceTokens | None = None,
+        segment_ids: Tokens | None = None,
+        source_positions: SourceTokens | None = None,
+        positions: Tokens | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "B T V"]:
+        """Logits of the token after each target token. With a key, dropout is on."""
+        encoder_key, decoder_key = _two(key)
+        encoded = self.encode(
+            source_tokens, source_segment_ids=source_segment_ids, source_positions=source_positions, key=encoder_key
+        )
+        x, masks, stack_key = self._decoder_inputs(
+            encoded, tokens, source_segment_ids, segment_ids, positions, decoder_key
+        )
+        return self._logits(self.decoder(x, encoded, **masks, key=stack_key))
+
+    def encode(
+        self,
+        source_tokens: SourceTokens,
+        *,
+        source_segment_ids: SourceTokens | None = None,
+        source_positions: SourceTokens | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "B S D"]:
+        """The encoder's output."""
+        x, mask, stack_key = self._encoder_inputs(source_tokens, source_segment_ids, source_positions, key)
+        return self.encoder(x, mask=mask, key=stack_key)
+
+    def hidden_states(
+        self, source_tokens: SourceTokens, tokens: Tokens, **inputs: SourceTokens | Tokens | None
+    ) -> dict[str, Float[Array, "L _ _ D"]]:
+        """As `Model.hidden_states`; inputs as for a call, without key."""
+        (x, mask), (y, encoded, masks) = self._stack_inputs(source_tokens, tokens, **inputs)
+        encoder, decoder = self.encoder.hidden_states(x, mask=mask), self.decoder.hidden_states(y, encoded, **masks)
+        return {"encoder": encoder, "decoder": decoder}
+
+    def attention_weights(
+        self, source_tokens: SourceTokens, tokens: Tokens, *, layer: int, **inputs: SourceTokens | Tokens | None
+    ) -> dict[str, Float[Array, "B N _ _"]]:
+        """As `Model.attention_weights`; inputs as for a call, without key."""
+        (x, mask), (y, encoded, masks) = self._stack_inputs(source_tokens, tokens, **inputs)
+        own, cross = self.decoder.attention_weights(y, encoded, layer, **masks)
+        return {"encoder": self.encoder.attention_weights(x, layer, mask=mask), "decoder": own, "cross": cross}
+
+    def init_cache(
+        self,
+        batch: int,
+        length: int,
+        *,
+        encoded: Float[Array, "B S D"],
+        encoded_segment_ids: SourceTokens | None = None,
+    ) -> KVCache:
+        """An empty cache for `length` target columns, with the encoder's output projected for cross-attention."""
+        cross = self.decoder.cross_keys_values(encoded)
+        empty = KeyValue(*(jnp.zeros((*x.shape[:2], length, *x.shape[3:]), x.dtype) for x in cross))
+        if encoded_segment_ids is None:
+            encoded_segment_ids = jnp.ones(encoded.shape[:2], jnp.int32)
+        return KVCache(
+            empty,
+            positions=jnp.full((batch, length), -1, jnp.int32),
+            length=jnp.zeros((), jnp.int32),
+            cross=cross,
+            cross_segment_ids=(encoded_segment_ids > 0).astype(jnp.int32),
+        )
+
+    def decode_step(
+        self, tokens: Tokens, cache: KVCache, *, positions: Tokens
+    ) -> tuple[Float[Array, "B T V"], KVCache]:
+        """As `Model.decode_step`."""
+        start, cache = cache.length, cache.append(positions)
+        x = self._embed(tokens, positions, self.embedding, "position_embedding", None)
+        mask = AttentionMask(query_positions=positions, key_positions=cache.positions, causal=True)
+        cross_mask = AttentionMask(
+            query_segment_ids=(positions >= 0).astype(jnp.int32), key_segment_ids=cache.cross_segment_ids
+        )
+        x, keys_values = self.decoder.decode(
+            x, cache.cross, cache.keys_values, start, mask=mask, cross_mask=cross_mask
+        )
+        fits = cache.length <= cache.positions.shape[1]
+        return jnp.where(fits, self._logits(x), jnp.nan), replace(cache, keys_values=keys_values)
+
+    def _stack_inputs(
+        self,
+        source_tokens,
+        tokens,
+        *,
+        source_segment_ids=None,
+        segment_ids=None,
+        source_positions=None,
+        positions=None,
+    ):
+        x, mask, _ = self._encoder_inputs(source_tokens, source_segment_ids, source_positions, None)
+        encoded = self.encoder(x, mask=mask)
+        y, masks, _ = self._decoder_inputs(encoded, tokens, source_segment_ids, segment_ids, positions, None)
+        return (x, mask), (y, encoded, masks)
+
+    def _encoder_inputs(self, tokens, segment_ids, positions, key):
+        embedding = getattr(self, "source_embedding", self.embedding)
+        embed_key, stack_key = _two(key)
+        x = self._embed(tokens, _positions(tokens, positions), embedding, "source_position_embedding", embed_key)
+        mask = None if segment_ids is None else AttentionMask(query_segment_ids=segment_ids, key_segment_ids=segment_ids)
+        return x, mask, stack_key
+
+    def _decoder_inputs(self, encoded, tokens, source_segment_ids, segment_ids, positions, key):
+        positions = _positions(tokens, positions)
+        embed_key, stack_key = _two(key)
+        x = self._embed(tokens, positions, self.embedding, "position_embedding", embed_key)
+        mask = AttentionMask(positions, positions, segment_ids, segment_ids, causal=True)
+        cross_mask = None
+        if segment_ids is not None or source_segment_ids is not None:
+            ones = lambda ids, shape: jnp.ones(shape, jnp.int32) if ids is None else ids  # noqa: E731
+            cross_mask = AttentionMask(
+                query_segment_ids=ones(segment_ids, tokens.shape),
+                key_segment_ids=ones(source_segment_ids, encoded.shape[:2]),
+            )
+        return x, {"mask": mask, "cross_mask": cross_mask}, stack_key
+
+    def _embed(self, tokens, positions, embedding, position_embedding, key):
+        """Embedding x sqrt(d_model) + position, with dropout (sections 3.4 and 5.4 of the paper)."""
+        d_model, max_length = self.config.d_model, self.config.max_length
+        if tokens.shape[1] > max_length:
+            raise ValueError(
+                f"the input has {tokens.shape[1]} tokens, the model accepts {max_length}: "
+                "shorten it or build the model with a larger max_length"
+            )
+        x = embedding(tokens) * d_model**0.5
+        if self.config.positions == "sinusoidal":
+            x = x + sinusoidal_positions(positions, d_model).astype(x.dtype)
+        elif self.config.positions == "learned":
+            x = x + getattr(self, position_embedding)(jnp.where(positions < 0, 0, positions))
+        x = dropout(x, rate=self.config.dropout.embedding, key=key)
+        return constrain(x, "batch", None, None)
+
+    def _logits(self, x):
+        if self.config.tied_embeddings in ("all", "target_output"):
+            logits = self.embedding.attend(x)
+        else:
+            logits = jnp.einsum("BTD,DV->BTV", x, self.head[...], preferred_element_type=jnp.float32)
+        if self.config.head_bias:
+            logits = logits + self.head_bias[...][None, None]
+        return constrain(logits, "batch", None, "vocab")
+
+
+def _positions(tokens, positions):
+    """Positions 0, 1, ... of one row, which hold for all rows, unless given."""
+    return jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
+
+
+def _two(key):
+    return (None, None) if key is None else tuple(jax.random.split(key))
+
+
+def transformer(config: TransformerConfig) -> Model:
+    """The model of a configuration."""
+    return Model(Transformer, config)
+
+
+def transformer_base(vocab_size: int = 37_000) -> TransformerConfig:
+    """The paper's base model: 6 + 6 layers, 512 wide, 2048 feed-forward, 8 heads, dropout 0.1."""
+    return TransformerConfig(vocab_size)
+
+
+def transformer_big(vocab_size: int = 37_000) -> TransformerConfig:
+    """The paper's big model: 6 + 6 layers, 1024 wide, 4096 feed-forward, 16 heads, dropout 0.3."""
+    return TransformerConfig(
+        vocab_size, d_model=1024, d_ff=4096, num_heads=16, dropout=Dropout(embedding=0.3, residual=0.3)
+    )
+
+
+def transformer_tiny(vocab_size: int = 9_712) -> TransformerConfig:
+    """Wu et al.'s (ACL 2021) model for small data: 4 + 4 layers, 128 wide, 256 feed-forward, 4 heads, dropout 0.3."""
+    return TransformerConfig(
+        vocab_size,
+        d_model=128,
+        d_ff=256,
+        num_heads=4,
+        num_encoder_layers=4,
+        num_decoder_layers=4,
+        dropout=Dropout(embedding=0.3, residual=0.3),
+    )

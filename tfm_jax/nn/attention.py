@@ -1,0 +1,70 @@
+"""Multi-head attention with its parameters."""
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float, Key
+
+from tfm_jax.nn.layers import param, plain, zeros
+from tfm_jax.ops import blocks
+from tfm_jax.ops.attention import Mask
+
+
+def head_size(d_model: int, num_heads: int, d_k: int | None) -> int:
+    """d_k where it is given, else d_model / num_heads; raises `ValueError` when that is not whole."""
+    if d_k is not None:
+        return d_k
+    if d_model % num_heads:
+        raise ValueError(
+            f"d_model is {d_model}, num_heads {num_heads}: {d_model} is not a multiple of {num_heads}; "
+            "change one of them or give d_k, the size of a head"
+        )
+    return d_model // num_heads
+
+
+class MultiHeadAttention(nnx.Module):
+    """`ops.multi_head_attention` with its parameters: 4 D^2 weights, beside biases, where N d_k = N d_v = D.
+
+    d_k and d_v (the head sizes) are free; left out, d_k is d_model / num_heads and d_v is d_k.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        *,
+        d_k: int | None = None,
+        d_v: int | None = None,
+        bias: bool = True,
+        rngs: nnx.Rngs,
+    ):
+        d_k = head_size(d_model, num_heads, d_k)
+        d_v = d_k if d_v is None else d_v
+        # half the variance of Xavier: query, key and value count as one matrix of three times the fan out
+        inward = jax.nn.initializers.variance_scaling(0.5, "fan_avg", "uniform", in_axis=0, out_axis=(1, 2))
+        outward = jax.nn.initializers.xavier_uniform(in_axis=(0, 1), out_axis=2)
+        for name, size, axis in (("query", d_k, "heads"), ("key", d_k, "kv_heads"), ("value", d_v, "kv_heads")):
+            shape, axes = (d_model, num_heads, size), ("embed", axis, None)
+            setattr(self, name, param(shape, axes=axes, init=inward, rngs=rngs))
+            if bias:
+                setattr(self, f"{name}_bias", param(shape[1:], axes=axes[1:], init=zeros, rngs=rngs))
+        shape, axes = (num_heads, d_v, d_model), ("heads", None, "embed")
+        self.output = param(shape, axes=axes, init=outward, rngs=rngs)
+        if bias:
+            self.output_bias = param((d_model,), axes=(None,), init=zeros, rngs=rngs)
+
+    def __call__(
+        self,
+        query: Float[Array, "B T D"],
+        key: Float[Array, "B S D"] | None = None,
+        value: Float[Array, "B S D"] | None = None,
+        *,
+        mask: Mask = None,
+        dropout_rate: float = 0.0,
+        dropout_key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Attention from `query` to `key` and `value`; the key is the query, the value the key, where left out."""
+        key = query if key is None else key
+        value = key if value is None else value
+        return blocks.multi_head_attention(
+            plain(self), query, key, value, mask=mask, dropout_rate=dropout_rate, dropout_key=dropout_key
+        )

@@ -1,0 +1,216 @@
+"""Blocks with their parameters, and stacks of equal blocks run by one scan over layers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from tfm_jax.nn.attention import MultiHeadAttention
+from tfm_jax.nn.layers import FeedForward, LayerNorm, plain
+from tfm_jax.ops import blocks
+from tfm_jax.ops.attention import Mask
+from tfm_jax.ops.blocks import BlockSettings
+from tfm_jax.ops.cache import KeyValue
+from tfm_jax.sharding import constrain
+
+Dropout = Key[Array, ""] | None
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """The widths of a block; d_k and d_v as in `MultiHeadAttention`."""
+
+    d_model: int
+    d_ff: int
+    num_heads: int
+    d_k: int | None = None
+    d_v: int | None = None
+    attention_bias: bool = True
+
+
+class EncoderBlock(nnx.Module):
+    """`ops.encoder_block` with its parameters."""
+
+    def __init__(self, sizes: BlockSizes, settings: BlockSettings, *, rngs: nnx.Rngs):
+        self.settings = settings
+        self.attention = _attention(sizes, rngs)
+        self.attention_norm = LayerNorm(sizes.d_model, eps=settings.norm_eps, rngs=rngs)
+        self.feed_forward = FeedForward(sizes.d_model, sizes.d_ff, activation=settings.activation, rngs=rngs)
+        self.feed_forward_norm = LayerNorm(sizes.d_model, eps=settings.norm_eps, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], *, mask: Mask = None, key: Dropout = None) -> Float[Array, "B T D"]:
+        return blocks.encoder_block(plain(self), x, mask=mask, settings=self.settings, key=key)
+
+
+class DecoderBlock(nnx.Module):
+    """`ops.decoder_block` with its parameters."""
+
+    def __init__(self, sizes: BlockSizes, settings: BlockSettings, *, rngs: nnx.Rngs):
+        self.settings = settings
+        self.attention = _attention(sizes, rngs)
+        self.attention_norm = LayerNorm(sizes.d_model, eps=settings.norm_eps, rngs=rngs)
+        self.cross_attention = _attention(sizes, rngs)
+        self.cross_attention_norm = LayerNorm(sizes.d_model, eps=settings.norm_eps, rngs=rngs)
+        self.feed_forward = FeedForward(sizes.d_model, sizes.d_ff, activation=settings.activation, rngs=rngs)
+        self.feed_forward_norm = LayerNorm(sizes.d_model, eps=settings.norm_eps, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        encoded: Float[Array, "B S D"],
+        *,
+        mask: Mask = None,
+        cross_mask: Mask = None,
+        key: Dropout = None,
+    ) -> Float[Array, "B T D"]:
+        params = plain(self)
+        cross = blocks.keys_values(params["cross_attention"], encoded, encoded)
+        return blocks.decoder_block(
+            params, x, cross, mask=mask, cross_mask=cross_mask, settings=self.settings, key=key
+        )[0]
+
+
+def _attention(sizes: BlockSizes, rngs: nnx.Rngs) -> MultiHeadAttention:
+    return MultiHeadAttention(
+        sizes.d_model, sizes.num_heads, d_k=sizes.d_k, d_v=sizes.d_v, bias=sizes.attention_bias, rngs=rngs
+    )
+
+
+def stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, *, rngs: nnx.Rngs) -> nnx.Module:
+    """One module whose parameters have a leading axis of num_layers, each layer with its own initial values."""
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    keys = jax.random.split(rngs.params(), num_layers)
+    return nnx.merge(graphdef, jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(keys))
+
+
+class _Stack(nnx.Module):
+    """num_layers equal blocks, and a last norm where blocks are pre-LN."""
+
+    block: type[nnx.Module]
+
+    def __init__(self, sizes: BlockSizes, settings: BlockSettings, num_layers: int, *, rngs: nnx.Rngs):
+        self.settings, self.num_layers = settings, num_layers
+        self.layers = stacked(lambda rngs: self.block(sizes, settings, rngs=rngs), num_layers, rngs=rngs)
+        if settings.norm == "pre":
+            self.norm = LayerNorm(sizes.d_model, eps=settings.norm_eps, rngs=rngs)
+
+    def _last(self, x):
+        return self.norm(x) if self.settings.norm == "pre" else x
+
+    def _layer(self, layer: int) -> dict:
+        """The parameters of one layer."""
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer is {layer}: the stack has layers 0 to {self.num_layers - 1}")
+        return jax.tree.map(lambda leaf: leaf[layer], plain(self.layers))
+
+
+class Encoder(_Stack):
+    """A stack of encoder blocks."""
+
+    block = EncoderBlock
+
+    def __call__(self, x: Float[Array, "B T D"], *, mask: Mask = None, key: Dropout = None) -> Float[Array, "B T D"]:
+        return self._last(self._scan(x, mask, key)[0])
+
+    def hidden_states(self, x: Float[Array, "B T D"], *, mask: Mask = None) -> Float[Array, "L B T D"]:
+        """The input of every layer and the output of the stack: num_layers + 1 arrays on a new first axis."""
+        x, inputs = self._scan(x, mask, None)
+        return jnp.concatenate([inputs, self._last(x)[None]])
+
+    def attention_weights(self, x: Float[Array, "B T D"], layer: int, *, mask: Mask = None) -> Float[Array, "B N T T"]:
+        """The self-attention weights of a layer, for the input x of the stack."""
+        params = self._layer(layer)
+        return blocks.encoder_block_weights(
+            params, self.hidden_states(x, mask=mask)[layer], mask=mask, settings=self.settings
+        )
+
+    def _scan(self, x, mask, key):
+        def body(x, layer):
+            params, index = layer
+            y = blocks.encoder_block(params, x, mask=mask, settings=self.settings, key=_fold(key, index))
+            return constrain(y, "batch", None, None), x
+
+        return jax.lax.scan(body, x, (plain(self.layers), jnp.arange(self.num_layers, dtype=jnp.uint32)))
+
+
+class Decoder(_Stack):
+    """A stack of decoder blocks."""
+
+    block = DecoderBlock
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        encoded: Float[Array, "B S D"],
+        *,
+        mask: Mask = None,
+        cross_mask: Mask = None,
+        key: Dropout = None,
+    ) -> Float[Array, "B T D"]:
+        return self._last(self._scan(x, encoded, mask, cross_mask, key)[0])
+
+    def hidden_states(
+        self, x: Float[Array, "B T D"], encoded: Float[Array, "B S D"], *, mask: Mask = None, cross_mask: Mask = None
+    ) -> Float[Array, "L B T D"]:
+        """As `Encoder.hidden_states`."""
+        x, inputs = self._scan(x, encoded, mask, cross_mask, None)
+        return jnp.concatenate([inputs, self._last(x)[None]])
+
+    def attention_weights(
+        self,
+        x: Float[Array, "B T D"],
+        encoded: Float[Array, "B S D"],
+        layer: int,
+        *,
+        mask: Mask = None,
+        cross_mask: Mask = None,
+    ) -> tuple[Float[Array, "B N T T"], Float[Array, "B N T S"]]:
+        """The self-attention and the cross-attention weights of a layer, for the input x of the stack."""
+        params = self._layer(layer)
+        inputs = self.hidden_states(x, encoded, mask=mask, cross_mask=cross_mask)[layer]
+        cross = blocks.keys_values(params["cross_attention"], encoded, encoded)
+        return blocks.decoder_block_weights(
+            params, inputs, cross, mask=mask, cross_mask=cross_mask, settings=self.settings
+        )
+
+    def cross_keys_values(self, encoded: Float[Array, "B S D"]) -> KeyValue:
+        """The encoder's output projected for every layer's cross-attention: `L B S ...`, computed once per sentence."""
+        return jax.lax.map(lambda params: blocks.keys_values(params, encoded, encoded), plain(self.layers.cross_attention))
+
+    def decode(
+        self,
+        x: Float[Array, "B T D"],
+        cross: KeyValue,
+        cached: KeyValue,
+        start: Int[Array, ""],
+        *,
+        mask: Mask,
+        cross_mask: Mask = None,
+    ) -> tuple[Float[Array, "B T D"], KeyValue]:
+        """Run T new columns, written at column `start` of the cached keys and values of all layers (`L B S ...`)."""
+
+        def body(x, layer):
+            params, cross, cache = layer
+            return blocks.decoder_block(
+                params, x, cross, mask=mask, cross_mask=cross_mask, settings=self.settings, cache=cache, start=start
+            )
+
+        x, cached = jax.lax.scan(body, x, (plain(self.layers), cross, cached))
+        return self._last(x), cached
+
+    def _scan(self, x, encoded, mask, cross_mask, key):
+        def body(x, layer):
+            params, index = layer
+            cross = blocks.keys_values(params["cross_attention"], encoded, encoded)
+            settings, key_ = self.settings, _fold(key, index)
+            y, _ = blocks.decoder_block(params, x, cross, mask=mask, cross_mask=cross_mask, settings=settings, key=key_)
+            return constrain(y, "batch", None, None), x
+
+        return jax.lax.scan(body, x, (plain(self.layers), jnp.arange(self.num_layers, dtype=jnp.uint32)))
+
+
+def _fold(key, index):
+    return None if key is None else jax.random.fold_in(key, index)

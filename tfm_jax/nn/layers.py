@@ -1,0 +1,68 @@
+"""Parameters and the simple layers: embedding, layer norm, feed-forward."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from tfm_jax.ops import blocks
+
+Initializer = Callable[..., Array]
+ones, zeros = jax.nn.initializers.ones, jax.nn.initializers.zeros
+xavier_uniform = jax.nn.initializers.xavier_uniform
+
+
+def param(shape: tuple[int, ...], *, axes: tuple[str | None, ...], init: Initializer, rngs: nnx.Rngs) -> nnx.Param:
+    """A float32 parameter that carries the logical names of its axes, which `sharding` maps to devices."""
+    return nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes)
+
+
+def plain(module: nnx.Module) -> dict:
+    """The parameters of a module as a nested dict of arrays, as the functions of `ops` take them."""
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+class Embedding(nnx.Module):
+    """A table of V vectors of width D with standard deviation D ** -0.5; `attend` uses it as an output layer too."""
+
+    def __init__(self, vocab_size: int, d_model: int, *, axis: str | None = "vocab", rngs: nnx.Rngs):
+        init = jax.nn.initializers.normal(d_model**-0.5)
+        self.table = param((vocab_size, d_model), axes=(axis, "embed"), init=init, rngs=rngs)
+
+    def __call__(self, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """The rows of the table; an id outside 0 .. V - 1 gives NaN (the data pipeline refuses it before)."""
+        table = self.table[...]
+        ids = jnp.where(ids < 0, table.shape[0], ids)  # take would count negative ids from the end
+        return jnp.take(table, ids, axis=0, mode="fill", fill_value=jnp.nan)
+
+    def attend(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Logits x E^T of the output layer that shares this table (Press and Wolf 2017), in float32."""
+        return jnp.einsum("BTD,VD->BTV", x, self.table[...].astype(x.dtype), preferred_element_type=jnp.float32)
+
+
+class LayerNorm(nnx.Module):
+    """`ops.layer_norm` with its scale and bias."""
+
+    def __init__(self, d_model: int, *, eps: float, rngs: nnx.Rngs):
+        self.eps = eps
+        self.scale = param((d_model,), axes=(None,), init=ones, rngs=rngs)
+        self.bias = param((d_model,), axes=(None,), init=zeros, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return blocks.layer_norm(plain(self), x, eps=self.eps)
+
+
+class FeedForward(nnx.Module):
+    """`ops.feed_forward` with its two matrices (D F, F D) and biases; 2 D F + D + F parameters."""
+
+    def __init__(self, d_model: int, d_ff: int, *, activation: str = "relu", rngs: nnx.Rngs):
+        self.activation = activation
+        self.up = param((d_model, d_ff), axes=("embed", "mlp"), init=xavier_uniform(), rngs=rngs)
+        self.up_bias = param((d_ff,), axes=("mlp",), init=zeros, rngs=rngs)
+        self.down = param((d_ff, d_model), axes=("mlp", "embed"), init=xavier_uniform(), rngs=rngs)
+        self.down_bias = param((d_model,), axes=(None,), init=zeros, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], *, key: Key[Array, ""] | None = None) -> Float[Array, "B T D"]:
+        return blocks.feed_forward(plain(self), x, activation=self.activation, key=key)
