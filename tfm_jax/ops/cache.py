@@ -41,14 +41,20 @@ class KVCache:
         )
 
     def take_rows(self, rows: Int[Array, "R"]) -> "KVCache":
-        """The cache of other rows, in the order of `rows` (beams that change places, rows that repeat)."""
-        layers, batch = (lambda x: jnp.take(x, rows, axis=1)), (lambda x: jnp.take(x, rows, axis=0))
+        """The cache of other rows, in the order of `rows` (which may repeat)."""
+        own = self.swap_beams(rows)
+        return replace(
+            own,
+            cross=jax.tree.map(lambda x: jnp.take(x, rows, axis=1), self.cross),
+            cross_segment_ids=jax.tree.map(lambda x: jnp.take(x, rows, axis=0), self.cross_segment_ids),
+        )
+
+    def swap_beams(self, rows: Int[Array, "R"]) -> "KVCache":
+        """As `take_rows` where a row is only replaced by one of the same sentence, whose cross-attention is equal."""
         return replace(
             self,
-            keys_values=jax.tree.map(layers, self.keys_values),
-            positions=batch(self.positions),
-            cross=jax.tree.map(layers, self.cross),
-            cross_segment_ids=jax.tree.map(batch, self.cross_segment_ids),
+            keys_values=jax.tree.map(lambda x: jnp.take(x, rows, axis=1), self.keys_values),
+            positions=jnp.take(self.positions, rows, axis=0),
         )
 
 

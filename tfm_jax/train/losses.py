@@ -1,5 +1,6 @@
 """Losses as (sum, weight), added over devices and batches and divided once, and the objectives of the families."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,27 +26,49 @@ def cross_entropy(
     (Szegedy et al. 2016; torch's rule), so its terms add up to one. Whatever stands where the weight is 0 counts for
     nothing. A target outside 0 .. V - 1 with a weight gives NaN.
     """
-    logits = logits.astype(jnp.float32)
-    V, active = logits.shape[-1], weights > 0
-    valid = (targets >= 0) & (targets < V)
-    # a comparison, not a gather: its gradient fuses into that of the softmax instead of a scatter into B T V
-    is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
-    target_logit = jnp.where(is_target, logits, 0.0).sum(axis=-1)
-    loss = jax.nn.logsumexp(logits, axis=-1) - (1.0 - label_smoothing) * target_logit
+    loss_BT = _token_loss(logits.astype(jnp.float32), targets, label_smoothing)
+    return jnp.where(weights > 0, loss_BT * weights, 0.0).sum(), weights.sum()
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _token_loss(logits, targets, label_smoothing):
+    return _token_loss_forward(logits, targets, label_smoothing)[0]
+
+
+def _token_loss_forward(logits, targets, label_smoothing):
+    normaliser_BT = jax.nn.logsumexp(logits, axis=-1)
+    loss_BT = normaliser_BT - (1.0 - label_smoothing) * _target_logit(logits, targets)
     if label_smoothing:
-        loss = loss - label_smoothing * logits.mean(axis=-1)
-    loss = jnp.where(active, jnp.where(valid, loss, jnp.nan), 0.0)
-    return (loss * weights).sum(), weights.sum()
+        loss_BT = loss_BT - label_smoothing * logits.mean(axis=-1)
+    return loss_BT, (logits, targets, normaliser_BT)
+
+
+def _token_loss_backward(label_smoothing, residuals, gradient_BT):
+    """softmax - target distribution in one pass over B T V, which automatic differentiation makes in five."""
+    logits, targets, normaliser_BT = residuals
+    probabilities = jnp.exp(logits - normaliser_BT[..., None])
+    is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
+    target = jnp.where(is_target, 1.0 - label_smoothing, 0.0) + label_smoothing / logits.shape[-1]
+    # a select, because a token without weight may have any logits, NaN included
+    return jnp.where(gradient_BT[..., None] != 0, (probabilities - target) * gradient_BT[..., None], 0.0), None
+
+
+_token_loss.defvjp(_token_loss_forward, _token_loss_backward)
+
+
+def _target_logit(logits, targets):
+    """The logit of each target; NaN for a target that is not an index of the vocabulary."""
+    index = jnp.where(targets < 0, logits.shape[-1], targets)[..., None]
+    return jnp.take_along_axis(logits, index, axis=-1, mode="fill", fill_value=jnp.nan)[..., 0]
 
 
 def accuracy(
     logits: Float[Array, "B T V"], targets: Int[Array, "B T"], weights: Float[Array, "B T"]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Weighted count of targets that have the largest logit, and the sum of weights. A tie with another entry is right."""
-    is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
     # max and a comparison: argmax is many times slower on a CPU
-    right = jnp.where(is_target, logits, -jnp.inf).max(axis=-1) >= logits.max(axis=-1)
-    return jnp.where(right, weights, 0.0).sum(), weights.sum()
+    right_BT = _target_logit(logits, targets) >= logits.max(axis=-1)
+    return jnp.where(right_BT, weights, 0.0).sum(), weights.sum()
 
 
 @dataclass(frozen=True)

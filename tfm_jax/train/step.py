@@ -29,13 +29,18 @@ class TrainState:
     key: Any
 
 
-def abstract_state(model: Model, optimizer: config.Optimizer, mesh: jax.sharding.Mesh) -> TrainState:
-    """The state as shapes and shardings: the optimizer's copies of the parameters are laid out as these are."""
-    params = jax.tree.map(
+def abstract_params(model: Model, mesh: jax.sharding.Mesh) -> dict:
+    """The parameters' shapes with their shardings over a mesh."""
+    return jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
         model.shapes,
         parameter_shardings(model.axes, mesh, model.shapes),
     )
+
+
+def abstract_state(model: Model, optimizer: config.Optimizer, mesh: jax.sharding.Mesh) -> TrainState:
+    """The state as shapes and shardings: the optimizer's copies of the parameters are laid out as these are."""
+    params = abstract_params(model, mesh)
     whole = replicated(mesh)
     on_all = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)  # noqa: E731
     opt_state = optax.tree.map_params(

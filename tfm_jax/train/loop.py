@@ -1,0 +1,281 @@
+"""`fit`: the chapters of a training run, top to bottom."""
+
+import math
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tfm_jax import config
+from tfm_jax.data.batches import Batches, encode_pairs, stream
+from tfm_jax.data.sources import ParallelText
+from tfm_jax.data.tokenizer import Tokenizer
+from tfm_jax.models import Model, build
+from tfm_jax.sharding import batch_sharding, batch_shards, make_mesh
+from tfm_jax.train.checkpoint import Checkpoints, average_params, load_params, save_params
+from tfm_jax.train.evaluate import evaluate_loss
+from tfm_jax.train.losses import TextToText
+from tfm_jax.train.report import Metrics, ProgressBar, plot_curves, read_metrics
+from tfm_jax.train.run import CHECKPOINTS, PARAMETERS, TOKENIZER, open_run
+from tfm_jax.train.step import TrainState, abstract_state, init_state, train_step
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What `fit` gives back; the same is in the run directory."""
+
+    directory: Path
+    model: Model
+    params: dict
+    tokenizer: Tokenizer
+    summary: dict[str, Any]
+    """steps, epochs, train_seconds, tokens_per_second, parameters, validation_loss (the best): numbers for result.json."""
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What a checkpoint holds beside parameters and optimizer: where the run stands, in plain numbers."""
+
+    best_loss: float = math.inf
+    rounds_without_best: int = 0
+    seconds: float = 0.0
+    tokens: float = 0.0
+
+
+def fit(run: config.Run, *, train: ParallelText, validation: ParallelText) -> Fitted:
+    """Train the configured encoder-decoder on sentence pairs, or continue where its run directory stands.
+
+    Killed at any moment and started again with the same configuration, it ends with the same parameters on the same
+    devices (when the limit is steps or epochs). Raises `ValueError` for another configuration than the directory's,
+    for text that the model cannot take, and `FloatingPointError` when the loss is not finite.
+    """
+    # the run directory and the vocabulary
+    directory = open_run(run)
+    tokenizer = _tokenizer(directory / TOKENIZER, train, run)
+
+    # text to batches
+    mesh = make_mesh(run.mesh)
+    train_batches = _batches(run, train, tokenizer)
+    validation_batches = _batches(run, validation, tokenizer, evaluation=True)
+
+    # model, objective, state: restored or born
+    model = build(run.model)
+    objective = TextToText(model, run.train.label_smoothing)
+    with jax.set_mesh(mesh), ProgressBar() as bar:
+        bar.note(_describe(model, tokenizer, train_batches, validation_batches))
+        with Checkpoints(directory / CHECKPOINTS, keep_last=run.train.keep_last) as checkpoints:
+            state, record = _start(checkpoints, run, model, mesh)
+            if int(state.step):
+                bar.note(f"continuing from update {int(state.step)} of {directory}")
+            loop = _Loop(run, mesh, objective, train_batches, validation_batches, checkpoints, bar)
+            metrics = Metrics(directory / "metrics.jsonl", after_step=int(state.step))
+            state, record = loop.train(state, record, metrics)
+            metrics.close()
+            checkpoints.wait()
+
+            # the parameters the run ends with
+            params = _final_params(directory / PARAMETERS, checkpoints, state, run)
+    plot_curves(read_metrics(directory / "metrics.jsonl"), directory / "curves.png")
+    steps = int(state.step)
+    summary = {
+        "steps": steps,
+        "epochs": steps / train_batches.steps_per_epoch,
+        "train_seconds": record.seconds,
+        "tokens_per_second": record.tokens / max(record.seconds, 1e-9),
+        "parameters": model.num_parameters,
+        "validation_loss": record.best_loss,
+        "dropped_pairs": train_batches.dropped + validation_batches.dropped,
+    }
+    return Fitted(directory, model, params, tokenizer, summary)
+
+
+class _Loop:
+    """The training loop with the things it uses."""
+
+    def __init__(self, run, mesh, objective, train_batches, validation_batches, checkpoints, bar):
+        self.run, self.mesh, self.objective, self.bar = run, mesh, objective, bar
+        self.batches, self.validation, self.checkpoints = train_batches, validation_batches, checkpoints
+        limits = [run.train.steps, run.train.epochs and run.train.epochs * train_batches.steps_per_epoch]
+        self.last_step = min((limit for limit in limits if limit is not None), default=None)
+        unit = 1 if run.train.checkpoint_unit == "steps" else train_batches.steps_per_epoch
+        self.round = run.train.checkpoint_every * unit
+
+    def train(self, state: TrainState, record: _Record, metrics: Metrics) -> tuple[TrainState, _Record]:
+        """Update until a limit is reached; measure, save and report on the way."""
+        first, began, before = int(state.step), time.monotonic(), record
+        if self._ended(first, record):
+            return state, record
+        window = _Window()
+        sharding = batch_sharding(self.mesh)
+        with stream(self.batches, start=first, stop=self.last_step) as batches:
+            for index, batch in batches:
+                step = index + 1
+                tokens = float((batch["source_segment_ids"] > 0).sum() + (batch["segment_ids"] > 0).sum())
+                state, values = train_step(
+                    state, jax.device_put(batch, sharding), optimizer=self.run.optimizer, objective=self.objective
+                )
+                window.add(values, tokens)
+                record = replace(record, tokens=record.tokens + tokens, seconds=_since(began, before))
+                if step % self.run.train.log_every == 0 or step == first + 1:
+                    self._log(step, window.close(step), record, metrics, from_step=first, earlier=before.seconds)
+                if step % self.round == 0 or self._ended(step, record):
+                    record = self._checkpoint(state, record, metrics, lambda: _since(began, before))
+                    if self._ended(step, record):
+                        break
+        return state, record
+
+    def _ended(self, step: int, record: _Record) -> bool:
+        limits = self.run.train
+        return (
+            (self.last_step is not None and step >= self.last_step)
+            or (limits.max_minutes is not None and record.seconds >= 60 * limits.max_minutes)
+            or (limits.patience is not None and record.rounds_without_best >= limits.patience)
+        )
+
+    def _log(self, step, values, record, metrics, *, from_step, earlier):
+        epoch = step / self.batches.steps_per_epoch
+        metrics.write(step, {"epoch": epoch, "seconds": record.seconds} | values)
+        shares = [0.0 if self.last_step is None else step / self.last_step]
+        lefts = []
+        if self.last_step is not None:
+            pace = (record.seconds - earlier) / (step - from_step)
+            lefts.append((self.last_step - step) * pace)
+        if (minutes := self.run.train.max_minutes) is not None:
+            shares.append(record.seconds / (60 * minutes))
+            lefts.append(60 * minutes - record.seconds)
+        text = (
+            f"update {step} epoch {epoch:.1f} loss {values['loss']:.3f} lr {values['learning_rate']:.2e} "
+            f"{values['tokens_per_second']:,.0f} tok/s"
+        )
+        self.bar.update(min(max(shares), 1.0), text, seconds_left=max(0.0, min(lefts, default=0.0)))
+
+    def _checkpoint(self, state, record, metrics, seconds) -> _Record:
+        """Measure the validation loss, then give state and record to be saved."""
+        step = int(state.step)
+        values = evaluate_loss(state.params, self.validation, objective=self.objective, mesh=self.mesh)
+        better = values["loss"] < record.best_loss
+        record = replace(
+            record,
+            best_loss=min(values["loss"], record.best_loss),
+            rounds_without_best=0 if better else record.rounds_without_best + 1,
+            seconds=seconds(),
+        )
+        metrics.write(step, {f"validation_{name}": value for name, value in values.items()})
+        rest = {"step": state.step, "key": state.key} | asdict(record)
+        self.checkpoints.save(
+            step, params=state.params, opt_state=state.opt_state, rest=rest, metric=values["loss"]
+        )
+        self.bar.note(
+            f"update {step}  epoch {step / self.batches.steps_per_epoch:.1f}  validation loss {values['loss']:.3f}  "
+            f"token accuracy {values['accuracy']:.3f}  {record.seconds:.0f} s" + ("  (best)" if better else "")
+        )
+        return record
+
+
+class _Window:
+    """Train metrics of the updates since the last line, as token-weighted means."""
+
+    def __init__(self):
+        self._open()
+
+    def _open(self):
+        self._waiting, self._values, self._tokens, self._began = None, [], 0.0, time.monotonic()
+
+    def add(self, values, tokens: float) -> None:
+        # wait for the update before this one: the device stays busy and time limits stay true
+        self._values.append(values)
+        self._tokens += tokens
+        if self._waiting is not None:
+            jax.block_until_ready(self._waiting)
+        self._waiting = values["loss"]
+
+    def close(self, step: int) -> dict[str, float]:
+        values = jax.device_get(self._values)
+        weights = np.array([v["tokens"] for v in values], np.float64)
+        mean = {
+            name: float(np.dot([v[name] for v in values], weights) / max(weights.sum(), 1.0))
+            for name in ("loss", "accuracy")
+        }
+        last = {name: float(values[-1][name]) for name in ("gradient_norm", "learning_rate")}
+        if not math.isfinite(mean["loss"]):
+            raise FloatingPointError(
+                f"the loss is {mean['loss']} at update {step}: lower the learning rate, lengthen the warm-up or clip "
+                "gradients (optimizer.clip_norm); the newest checkpoint is from before"
+            )
+        rate = self._tokens / (time.monotonic() - self._began)
+        self._open()
+        return mean | last | {"tokens_per_second": rate}
+
+
+def _since(began: float, before: _Record) -> float:
+    return before.seconds + time.monotonic() - began
+
+
+def _tokenizer(path: Path, train: ParallelText, run: config.Run) -> Tokenizer:
+    """The run's vocabulary, learned from both sides of the training text when the run begins."""
+    if path.exists():
+        return Tokenizer.load(path)
+    lines = [*train.source, *train.target]
+    tokenizer = Tokenizer.train(lines, kind=run.data.tokenizer, vocab_size=run.model.vocab_size)
+    tokenizer.save(path)
+    return tokenizer
+
+
+def _batches(run: config.Run, text: ParallelText, tokenizer: Tokenizer, *, evaluation: bool = False) -> Batches:
+    data = run.data
+    examples = encode_pairs(
+        text, tokenizer, max_length=data.max_length, too_long=data.too_long, vocab_size=run.model.vocab_size
+    )
+    return Batches(
+        examples,
+        tokens_per_batch=data.tokens_per_batch,
+        # a validation shape costs a compilation too and is used once a round: fewer shapes there
+        num_buckets=min(data.num_buckets, 4) if evaluation else data.num_buckets,
+        seed=data.seed,
+        rows_multiple=batch_shards(run.mesh),
+        shuffle=not evaluation,
+    )
+
+
+def _describe(model: Model, tokenizer: Tokenizer, train: Batches, validation: Batches) -> str:
+    return (
+        f"{model.num_parameters:,} parameters, {tokenizer.vocab_size:,} vocabulary entries; an epoch is "
+        f"{train.steps_per_epoch} updates in {len(train.shapes)} shapes, {train.padding_share:.1%} padding; "
+        f"pairs dropped as too long: {train.dropped} for training, {validation.dropped} for validation"
+    )
+
+
+def _start(checkpoints: Checkpoints, run: config.Run, model: Model, mesh) -> tuple[TrainState, _Record]:
+    """The newest checkpoint, or the state before the first update."""
+    abstract = abstract_state(model, run.optimizer, mesh)
+    record = {name: np.float64(value) if isinstance(value, float) else value for name, value in asdict(_Record()).items()}
+    rest = {"step": abstract.step, "key": abstract.key} | record
+    found = checkpoints.restore({"params": abstract.params, "opt_state": abstract.opt_state, "rest": rest})
+    if found is None:
+        key = jax.random.key(run.train.seed)
+        return init_state(key, model=model, optimizer=run.optimizer, mesh=mesh), _Record()
+    _, saved = found
+    rest = dict(saved["rest"])
+    state = TrainState(rest.pop("step"), saved["params"], saved["opt_state"], rest.pop("key"))
+    kinds = {"best_loss": float, "rounds_without_best": int, "seconds": float, "tokens": float}
+    return state, _Record(**{name: kind(rest[name]) for name, kind in kinds.items()})
+
+
+def _final_params(path: Path, checkpoints: Checkpoints, state: TrainState, run: config.Run) -> dict:
+    """The parameters that `train.final` names, saved where `load` finds them."""
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state.params)
+    if path.exists():
+        return load_params(path, abstract)
+    match run.train.final:
+        case "last":
+            params = state.params
+        case "best":
+            params = checkpoints.restore_params(checkpoints.best_step, abstract)
+        case "average":
+            newest = checkpoints.steps[-run.train.keep_last :]
+            params = average_params(checkpoints.restore_params(step, abstract) for step in newest)
+    save_params(path, params)
+    return params

@@ -1,0 +1,113 @@
+"""What people see of a run: metrics.jsonl, the progress bar, plots."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from tfm_jax.data.tokenizer import Tokenizer
+from tfm_jax.models import Model
+
+
+class Metrics:
+    """metrics.jsonl: one JSON object a line, each with its `step`."""
+
+    def __init__(self, path: Path, *, after_step: int):
+        """Open for appending; lines of steps beyond `after_step`, which a killed run left and will redo, are removed."""
+        kept = [line for line in read_metrics(path) if line["step"] <= after_step] if path.exists() else []
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        partial.replace(path)
+        self._file = path.open("a")
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Append a line; it is on its way to the disk when this returns."""
+        self._file.write(json.dumps({"step": step} | values) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; an unfinished last line, which a kill may leave, does not count."""
+    lines = path.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+class ProgressBar:
+    """A bar on stderr with step, loss, learning rate, rate and time left; where stderr is a file, only the notes."""
+
+    def __init__(self):
+        self.console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        left = TextColumn("{task.fields[left]}")
+        self._progress = Progress(*columns, left, console=self.console, disable=not self.console.is_terminal)
+        self._task = self._progress.add_task("compiling", total=1.0, left="")
+
+    def __enter__(self):
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_):
+        self._progress.stop()
+
+    def update(self, share: float, description: str, *, seconds_left: float) -> None:
+        """Show the share of the run that is done, in [0, 1], and what is going on."""
+        minutes, seconds = divmod(round(seconds_left), 60)
+        left = f"{minutes}:{seconds:02} left"
+        self._progress.update(self._task, completed=share, description=description, left=left)
+
+    def note(self, text: str) -> None:
+        """Print a line that stays."""
+        self.console.print(text, markup=False)
+
+
+def plot_curves(metrics: list[dict[str, Any]], path: Path) -> None:
+    """Loss and accuracy of training and validation, and the learning rate, against updates, as a PNG."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    titles = {"loss": "loss (nats per target token)", "accuracy": "token accuracy", "learning_rate": "learning rate"}
+    for axis, (name, label) in zip(axes, titles.items(), strict=True):
+        for key, style in ((name, "-"), (f"validation_{name}", "o-")):
+            points = [(line["step"], line[key]) for line in metrics if key in line]
+            if points:
+                size = 3 if len(points) < 60 else 0
+                axis.plot(*zip(*points, strict=True), style, markersize=size, label=key.replace("_", " "))
+        axis.set(xlabel="updates", ylabel=label)
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def plot_alignments(
+    path: Path, model: Model, params: dict, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], *, layer: int
+) -> None:
+    """Cross-attention of one layer (mean over heads) for (source, output) pairs, tokens on the axes, as a PNG.
+
+    Row: the token being written; column: the source token; dark is a large weight. Rows add up to one.
+    """
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(pairs), figsize=(5.2 * len(pairs), 5), layout="constrained", squeeze=False)
+    image = None
+    for axis, (source, output) in zip(axes[0], pairs, strict=True):
+        columns = [*tokenizer.encode([source])[0], tokenizer.eos_id]
+        rows = [*tokenizer.encode([output])[0], tokenizer.eos_id]
+        inputs = np.array([columns], np.int32), np.array([[tokenizer.bos_id, *rows[:-1]]], np.int32)
+        weights = np.asarray(model.attention_weights(params, *inputs, layer=layer)["cross"][0].mean(axis=0))
+        image = axis.imshow(weights, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto")
+        for ticks, ids in ((axis.set_xticks, columns), (axis.set_yticks, rows)):
+            ticks(range(len(ids)), [piece.replace(" ", "␣").removesuffix("</w>") for piece in tokenizer.pieces(ids)])
+        axis.tick_params(axis="x", rotation=90)
+        axis.set(xlabel="source token (attended to)", ylabel="output token (being written)")
+    figure.colorbar(image, ax=axes, label=f"cross-attention weight, layer {layer}, mean over heads", shrink=0.8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

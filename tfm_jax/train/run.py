@@ -1,0 +1,90 @@
+"""The run directory: what a run leaves, and all that is needed to resume, evaluate or decode it.
+
+    config.json      the configuration          checkpoints/   training states, newest and best
+    metrics.jsonl    one line a measurement     parameters/    the parameters the run ended with
+    result.json      the scores, one number a key
+    tokenizer.json   the vocabulary             *.png          plots
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tfm_jax import config
+from tfm_jax.data.tokenizer import Tokenizer
+from tfm_jax.models import Model, build, family
+from tfm_jax.sharding import make_mesh
+from tfm_jax.train.checkpoint import Checkpoints, load_params
+from tfm_jax.train.step import abstract_params
+
+PARAMETERS, CHECKPOINTS, TOKENIZER = "parameters", "checkpoints", "tokenizer.json"
+
+
+def open_run(run: config.Run) -> Path:
+    """Make the run directory, or check that it belongs to this configuration, so that the run continues.
+
+    Raises `ValueError` naming the fields in which the configuration there differs; only run_dir, the place, may.
+    """
+    directory, path = Path(run.run_dir), Path(run.run_dir) / "config.json"
+    if path.exists():
+        ours, theirs = (_without_place(d) for d in (config.to_dict(run), json.loads(path.read_text())))
+        if lines := config.differences(ours, theirs):
+            raise ValueError(
+                f"{directory} holds a run with another configuration (field: asked for, there):\n  "
+                + "\n  ".join(lines)
+                + "\nchoose another --run-dir, or give the values of that run to continue it"
+            )
+        return directory
+    if directory.exists() and any(directory.iterdir()):
+        raise ValueError(f"{directory} is not empty and holds no run (no config.json): choose another --run-dir")
+    directory.mkdir(parents=True, exist_ok=True)
+    write_whole(path, config.to_json(run))
+    return directory
+
+
+def read_config(directory: str | os.PathLike[str]) -> config.Run:
+    """The configuration of a run directory; raises `ValueError` when there is none or when a field is unknown."""
+    path = Path(directory) / "config.json"
+    if not path.exists():
+        raise ValueError(f"{directory} holds no run: {path} does not exist")
+    values = json.loads(path.read_text())
+    name, model = values["model"]["family"], {k: v for k, v in values["model"].items() if k != "family"}
+    values["model"] = config.from_dict(family(name)[1], model, "config.model")
+    return config.from_dict(config.Run, values)
+
+
+def load(directory: str | os.PathLike[str]) -> tuple[Model, dict, Tokenizer]:
+    """Model, parameters and tokenizer of a run, by its path alone, on one device.
+
+    The parameters are those the run ended with, or of the newest checkpoint while it has not ended. Raises `ValueError`
+    where there is no run or nothing saved yet.
+    """
+    directory, run = Path(directory), read_config(directory)
+    model = build(run.model)
+    abstract = abstract_params(model, make_mesh(config.Mesh()))
+    tokenizer = Tokenizer.load(directory / TOKENIZER)
+    if (directory / PARAMETERS).exists():
+        return model, load_params(directory / PARAMETERS, abstract), tokenizer
+    with Checkpoints(directory / CHECKPOINTS, keep_last=run.train.keep_last) as checkpoints:
+        if not checkpoints.steps:
+            raise ValueError(f"{directory} has no checkpoint yet: let the run reach its first one")
+        return model, checkpoints.restore_params(checkpoints.steps[-1], abstract), tokenizer
+
+
+def write_result(directory: str | os.PathLike[str], result: dict[str, Any]) -> Path:
+    """Write result.json: flat, one number (or text) a key."""
+    path = Path(directory) / "result.json"
+    write_whole(path, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    return path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file such that a crash leaves the old content or the new, never a part of it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _without_place(values: dict) -> dict:
+    return {k: v for k, v in values.items() if k != "run_dir"}
