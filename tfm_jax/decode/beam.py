@@ -181,15 +181,17 @@ def _best_extensions(logits: Array, live_log_probs: Array) -> tuple[Array, Array
     B, W = live_log_probs.shape
     V = logits.shape[1]
     K = 1 if W == 1 else min(2 * W, W * V)
+    k = min(K, V)
     logits_BWV = logits.astype(jnp.float32).reshape(B, W, V)
     normalizers = jax.nn.logsumexp(logits_BWV, axis=-1)
     live = live_log_probs > -jnp.inf
     broken = (live & ~(normalizers < jnp.inf)).any(axis=1)
-    best_BWK, tokens_BWK = lax.top_k(logits_BWV, min(K, V))
-    possible_BWK = (live & ~broken[:, None])[..., None] & (best_BWK > -jnp.inf)
-    sums_BWK = live_log_probs[..., None] + (best_BWK - normalizers[..., None])
-    log_probs, chosen = lax.top_k(jnp.where(possible_BWK, sums_BWK, -jnp.inf).reshape(B, -1), K)
-    return log_probs, chosen // min(K, V), _take(tokens_BWK.reshape(B, -1), chosen), broken
+    best_BWk, tokens_BWk = lax.top_k(logits_BWV, k)
+    # -inf - -inf, a dead end, would be NaN, and the rank of NaN is anyone's guess.
+    possible_BWk = (live & ~broken[:, None])[..., None] & (best_BWk > -jnp.inf)
+    sums_BWk = live_log_probs[..., None] + (best_BWk - normalizers[..., None])
+    log_probs, chosen = lax.top_k(jnp.where(possible_BWk, sums_BWk, -jnp.inf).reshape(B, W * k), K)
+    return log_probs, chosen // k, _take(tokens_BWk.reshape(B, W * k), chosen), broken
 
 
 def _is_done(best_live: Array, worst_score: Array, length: Array, settings: BeamSettings) -> Array:

@@ -1,5 +1,6 @@
 """Measuring: the loss over a data set, and scores of translations."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,7 +9,12 @@ import sacrebleu
 
 from tfm_jax import config
 from tfm_jax.data.batches import Batches
+from tfm_jax.data.sources import ParallelText
+from tfm_jax.data.tokenizer import Tokenizer
+from tfm_jax.decode.text import translate
+from tfm_jax.models import Model
 from tfm_jax.sharding import batch_sharding
+from tfm_jax.train.report import LineCounter, plot_alignments, write_whole
 from tfm_jax.train.step import Objective, eval_step
 
 
@@ -45,3 +51,41 @@ def score_translations(
         "chrf": sacrebleu.CHRF(lowercase=decode.lowercase).corpus_score(hypotheses, [references]).score,
         "exact_match": float(np.mean([fold(h) == fold(r) for h, r in zip(hypotheses, references, strict=True)])),
     }
+
+
+def evaluate_translation(
+    model: Model,
+    params: dict,
+    tokenizer: Tokenizer,
+    text: ParallelText,
+    *,
+    decode: config.Decode,
+) -> tuple[dict[str, Any], list[str]]:
+    """Translate the source side and score it against the target: (`score_translations`, the best hypotheses)."""
+    with LineCounter("translating", len(text)) as counter:
+        found = translate(
+            model, params, tokenizer, text.source, decode=decode, name=text.source_name, progress=counter.update
+        )
+    hypotheses = [best[0].text for best in found]
+    return score_translations(hypotheses, text.target, decode=decode), hypotheses
+
+
+def conclude(
+    directory: Path, model: Model, params: dict, tokenizer: Tokenizer, text: ParallelText, *, decode: config.Decode
+) -> tuple[dict[str, Any], list[str]]:
+    """`evaluate_translation` at the end of a run: leaves hypotheses.txt and alignments.png, shows some translations."""
+    scores, hypotheses = evaluate_translation(model, params, tokenizer, text, decode=decode)
+    write_whole(directory / "hypotheses.txt", "".join(f"{line}\n" for line in hypotheses))
+    shown = _spread(len(text), 6)
+    alignments = [(text.source[i], hypotheses[i]) for i in shown if hypotheses[i].strip()][:3]
+    if alignments:
+        layer = model.config.num_decoder_layers - 1
+        plot_alignments(directory / "alignments.png", model, params, tokenizer, alignments, layer=layer)
+    for i in shown:
+        print(f"\nsource     {text.source[i]}\noutput     {hypotheses[i]}\nreference  {text.target[i]}")
+    return scores, hypotheses
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """Up to `wanted` indices spread evenly over 0 .. count - 1."""
+    return sorted({round(i) for i in np.linspace(0, count - 1, min(wanted, count))})

@@ -1,6 +1,7 @@
 """What people see of a run: metrics.jsonl, the progress bar, plots."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +9,15 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from tfm_jax.data.tokenizer import Tokenizer
 from tfm_jax.models import Model
@@ -20,9 +29,7 @@ class Metrics:
     def __init__(self, path: Path, *, after_step: int):
         """Open for appending; lines of steps beyond `after_step`, which a killed run left and will redo, are removed."""
         kept = [line for line in read_metrics(path) if line["step"] <= after_step] if path.exists() else []
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        partial.replace(path)
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a")
 
     def write(self, step: int, values: dict[str, Any]) -> None:
@@ -66,6 +73,34 @@ class ProgressBar:
     def note(self, text: str) -> None:
         """Print a line that stays."""
         self.console.print(text, markup=False)
+
+
+class LineCounter:
+    """A bar on stderr that counts lines; nothing where stderr is a file."""
+
+    def __init__(self, what: str, total: int):
+        console = Console(file=sys.stderr)
+        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._progress.add_task(what, total=total)
+
+    def __enter__(self):
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_):
+        self._progress.stop()
+
+    def update(self, done: int) -> None:
+        """So many lines are done."""
+        self._progress.update(self._task, completed=done)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file such that a crash leaves the old content or the new, never a part of it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
 
 
 def plot_curves(metrics: list[dict[str, Any]], path: Path) -> None:

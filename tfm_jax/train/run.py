@@ -16,6 +16,7 @@ from tfm_jax.data.tokenizer import Tokenizer
 from tfm_jax.models import Model, build, family
 from tfm_jax.sharding import make_mesh
 from tfm_jax.train.checkpoint import Checkpoints, load_params
+from tfm_jax.train.report import write_whole
 from tfm_jax.train.step import abstract_params
 
 PARAMETERS, CHECKPOINTS, TOKENIZER = "parameters", "checkpoints", "tokenizer.json"
@@ -77,13 +78,6 @@ def write_result(directory: str | os.PathLike[str], result: dict[str, Any]) -> P
     path = Path(directory) / "result.json"
     write_whole(path, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     return path
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file such that a crash leaves the old content or the new, never a part of it."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 def _without_place(values: dict) -> dict:
