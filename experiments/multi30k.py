@@ -44,7 +44,9 @@ CONFIG = Run(
 def read(folder: str, name: str) -> ParallelText:
     """The pairs of one split."""
     if not folder:
-        raise SystemExit("give the folder of the Multi30k data set: --data.dir DIR (it holds tok/train.lc.norm.tok.en.gz)")
+        raise SystemExit(
+            "give the folder of the Multi30k data set: --data.dir DIR (it holds tok/train.lc.norm.tok.en.gz)"
+        )
     path = Path(folder) / "tok"
     return read_parallel(path / f"{name}.lc.norm.tok.en.gz", path / f"{name}.lc.norm.tok.de.gz")
 
@@ -53,9 +55,7 @@ def main(config: Run[TransformerConfig]) -> None:
     """Train, translate the 2016 test set, score it."""
     train, validation, test = (read(config.data.dir, name) for name in ("train", "val", "test_2016_flickr"))
     fitted = fit(config, train=train, validation=validation)
-    scores, _ = conclude(
-        fitted.directory, fitted.model, fitted.params, fitted.tokenizer, test, decode=config.decode
-    )
+    scores, _ = conclude(fitted.directory, fitted.model, fitted.params, fitted.tokenizer, test, decode=config.decode)
     print(f"\n{write_result(fitted.directory, fitted.summary | scores)}: {scores['bleu']:.2f} BLEU")
 
 

@@ -24,9 +24,7 @@ def translate(run: str, beams: int | None = None) -> None:
     model, params, tokenizer = load(run)
     lines = split_lines(sys.stdin.buffer.read(), "stdin")
     with LineCounter("translating", len(lines)) as counter:
-        found = translate_lines(
-            model, params, tokenizer, lines, decode=decode, name="stdin", progress=counter.update
-        )
+        found = translate_lines(model, params, tokenizer, lines, decode=decode, name="stdin", progress=counter.update)
     for best, *_ in found:
         sys.stdout.buffer.write(best.text.replace("\n", " ").encode() + b"\n")
 

@@ -109,7 +109,9 @@ class Optimizer:
         require(self.learning_rate > 0, f"optimizer.learning_rate is {self.learning_rate}: it must be positive")
         require(self.warmup_steps >= 0, f"optimizer.warmup_steps is {self.warmup_steps}: it must not be negative")
         require(0 <= self.b1 < 1 and 0 <= self.b2 < 1, f"optimizer.b1, b2 are {self.b1}, {self.b2}: they lie in [0, 1)")
-        require(self.clip_norm is None or self.clip_norm > 0, f"optimizer.clip_norm is {self.clip_norm}: positive or None")
+        require(
+            self.clip_norm is None or self.clip_norm > 0, f"optimizer.clip_norm is {self.clip_norm}: positive or None"
+        )
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,9 @@ class Train:
 
     def __post_init__(self):
         limits = {"steps": self.steps, "epochs": self.epochs, "max_minutes": self.max_minutes}
-        require(any(v is not None for v in limits.values()), "train: give one of steps, epochs, max_minutes as the limit")
+        require(
+            any(v is not None for v in limits.values()), "train: give one of steps, epochs, max_minutes as the limit"
+        )
         for name, value in limits.items() | {"patience": self.patience}.items():
             require(value is None or value > 0, f"train.{name} is {value}: positive or None")
         for name in ("checkpoint_every", "keep_last", "log_every"):

@@ -44,14 +44,15 @@ def encode_pairs(
     """
     if too_long not in ("error", "drop"):
         raise ValueError(f"too_long is {too_long!r}: 'error' or 'drop' is expected")
-    source = _encode_side(text.source, text.source_name, tokenizer, vocab_size)
-    target = _encode_side(text.target, text.target_name, tokenizer, vocab_size)
+    source = _encode_side(text.source, text.source_name, text.first_line, tokenizer, vocab_size)
+    target = _encode_side(text.target, text.target_name, text.first_line, tokenizer, vocab_size)
     kept = [i for i, pair in enumerate(zip(source, target, strict=True)) if max(map(len, pair)) <= max_length]
     dropped = len(text) - len(kept)
     if dropped and too_long == "error":
         i = next(i for i, k in enumerate([*kept, -1]) if i != k)
         raise ValueError(
-            f"{text.source_name}:{i + 1} has {len(source[i])} tokens, {text.target_name}:{i + 1} has {len(target[i])}, "
+            f"{text.source_name}:{text.first_line + i} has {len(source[i])} tokens, "
+            f"{text.target_name}:{text.first_line + i} has {len(target[i])}, "
             f"max_length is {max_length}, end-of-text included ({dropped} such pairs in all): "
             "raise data.max_length, shorten the lines, or set data.too_long to drop"
         )
@@ -60,9 +61,11 @@ def encode_pairs(
     return Examples([source[i] for i in kept], [target[i] for i in kept], dropped, tokenizer.pad_id, tokenizer.bos_id)
 
 
-def _encode_side(lines: list[str], name: str, tokenizer: Tokenizer, vocab_size: int) -> list[Int32[np.ndarray, " _"]]:
+def _encode_side(
+    lines: list[str], name: str, first_line: int, tokenizer: Tokenizer, vocab_size: int
+) -> list[Int32[np.ndarray, " _"]]:
     sequences = []
-    for line, ids in enumerate(tokenizer.encode(lines), start=1):
+    for line, ids in enumerate(tokenizer.encode(lines), start=first_line):
         ids = [*ids, tokenizer.eos_id]
         if min(ids) < 0 or max(ids) >= vocab_size:
             wrong = next(i for i in ids if not 0 <= i < vocab_size)

@@ -18,6 +18,8 @@ class ParallelText:
     target: list[str]
     source_name: str
     target_name: str
+    first_line: int = 1
+    """Where in its files the text begins, for the line numbers in errors."""
 
     def __post_init__(self):
         if len(self.source) != len(self.target):
@@ -33,7 +35,7 @@ class ParallelText:
         """The first pairs and the others."""
         head, tail = slice(None, first), slice(first, None)
         return replace(self, source=self.source[head], target=self.target[head]), replace(
-            self, source=self.source[tail], target=self.target[tail], source_name=f"{self.source_name} (held out)"
+            self, source=self.source[tail], target=self.target[tail], first_line=self.first_line + first
         )
 
 

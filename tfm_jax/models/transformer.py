@@ -105,9 +105,7 @@ class Transformer(nnx.Module):
             attention_dropout=rates.attention,
             feed_forward_dropout=rates.feed_forward,
         )
-        sizes = BlockSizes(
-            config.d_model, config.d_ff, config.num_heads, config.d_k, config.d_v, config.attention_bias
-        )
+        sizes = BlockSizes(config.d_model, config.d_ff, config.num_heads, config.d_k, config.d_v, config.attention_bias)
         self.embedding = Embedding(config.vocab_size, config.d_model, rngs=rngs)
         if tied in ("target_output", "none"):
             self.source_embedding = Embedding(config.vocab_size, config.d_model, rngs=rngs)
@@ -202,9 +200,7 @@ class Transformer(nnx.Module):
         cross_mask = AttentionMask(
             query_segment_ids=(positions >= 0).astype(jnp.int32), key_segment_ids=cache.cross_segment_ids
         )
-        x, keys_values = self.decoder.decode(
-            x, cache.cross, cache.keys_values, start, mask=mask, cross_mask=cross_mask
-        )
+        x, keys_values = self.decoder.decode(x, cache.cross, cache.keys_values, start, mask=mask, cross_mask=cross_mask)
         fits = cache.length <= cache.positions.shape[1]
         return jnp.where(fits, self._logits(x), jnp.nan), replace(cache, keys_values=keys_values)
 
@@ -227,7 +223,9 @@ class Transformer(nnx.Module):
         embedding = getattr(self, "source_embedding", self.embedding)
         embed_key, stack_key = _two(key)
         x = self._embed(tokens, _positions(tokens, positions), embedding, "source_position_embedding", embed_key)
-        mask = None if segment_ids is None else AttentionMask(query_segment_ids=segment_ids, key_segment_ids=segment_ids)
+        mask = (
+            None if segment_ids is None else AttentionMask(query_segment_ids=segment_ids, key_segment_ids=segment_ids)
+        )
         return x, mask, stack_key
 
     def _decoder_inputs(self, encoded, tokens, source_segment_ids, segment_ids, positions, key):

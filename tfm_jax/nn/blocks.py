@@ -178,7 +178,9 @@ class Decoder(_Stack):
 
     def cross_keys_values(self, encoded: Float[Array, "B S D"]) -> KeyValue:
         """The encoder's output projected for every layer's cross-attention: `L B S ...`, computed once per sentence."""
-        return jax.lax.map(lambda params: blocks.keys_values(params, encoded, encoded), plain(self.layers.cross_attention))
+        return jax.lax.map(
+            lambda params: blocks.keys_values(params, encoded, encoded), plain(self.layers.cross_attention)
+        )
 
     def decode(
         self,

@@ -244,7 +244,8 @@ def _read(path: Path, abstract: dict[str, Tree]) -> dict[str, Tree]:
     except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
         raise  # the trouble of this machine, not of the checkpoint
     except Exception as error:  # orbax has no error of its own for missing or unreadable files
-        raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
+        said = str(error).partition(" [tensorstore_spec")[0]
+        raise DamagedCheckpoint(f"{path} is damaged: {said}") from error
     changed = [
         name
         for item, tree in trees.items()

@@ -18,9 +18,7 @@ from tfm_jax.train.report import LineCounter, plot_alignments, write_whole
 from tfm_jax.train.step import Objective, eval_step
 
 
-def evaluate_loss(
-    params: dict, batches: Batches, *, objective: Objective, mesh: jax.sharding.Mesh
-) -> dict[str, float]:
+def evaluate_loss(params: dict, batches: Batches, *, objective: Objective, mesh: jax.sharding.Mesh) -> dict[str, float]:
     """The objective's metrics per target token over one pass of `batches`, whatever their sizes; no dropout."""
     totals: dict[str, np.ndarray] = {}
     for step in range(batches.steps_per_epoch):
@@ -31,9 +29,7 @@ def evaluate_loss(
     return {name: float(total / max(weight, 1.0)) for name, (total, weight) in totals.items()}
 
 
-def score_translations(
-    hypotheses: list[str], references: list[str], *, decode: config.Decode
-) -> dict[str, Any]:
+def score_translations(hypotheses: list[str], references: list[str], *, decode: config.Decode) -> dict[str, Any]:
     """BLEU (Papineni et al. 2002) and chrF (Popovic 2015) by sacreBLEU, and the share of exact matches.
 
     Keys: bleu, bleu_signature, chrf, exact_match. Both sides are text: give detokenised text with a tokeniser of

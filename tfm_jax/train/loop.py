@@ -1,5 +1,6 @@
 """`fit`: the chapters of a training run, top to bottom."""
 
+import contextlib
 import math
 import time
 from dataclasses import asdict, dataclass, replace
@@ -110,7 +111,7 @@ class _Loop:
             return state, record
         window = _Window()
         sharding = batch_sharding(self.mesh)
-        with stream(self.batches, start=first, stop=self.last_step) as batches:
+        with contextlib.closing(stream(self.batches, first, self.last_step)) as batches:
             for index, batch in batches:
                 step = index + 1
                 tokens = float((batch["source_segment_ids"] > 0).sum() + (batch["segment_ids"] > 0).sum())
@@ -165,9 +166,7 @@ class _Loop:
         )
         metrics.write(step, {f"validation_{name}": value for name, value in values.items()})
         rest = {"step": state.step, "key": state.key} | asdict(record)
-        self.checkpoints.save(
-            step, params=state.params, opt_state=state.opt_state, rest=rest, metric=values["loss"]
-        )
+        self.checkpoints.save(step, params=state.params, opt_state=state.opt_state, rest=rest, metric=values["loss"])
         self.bar.note(
             f"update {step}  epoch {step / self.batches.steps_per_epoch:.1f}  validation loss {values['loss']:.3f}  "
             f"token accuracy {values['accuracy']:.3f}  {record.seconds:.0f} s" + ("  (best)" if better else "")
@@ -251,17 +250,14 @@ def _describe(model: Model, tokenizer: Tokenizer, train: Batches, validation: Ba
 def _start(checkpoints: Checkpoints, run: config.Run, model: Model, mesh) -> tuple[TrainState, _Record]:
     """The newest checkpoint, or the state before the first update."""
     abstract = abstract_state(model, run.optimizer, mesh)
-    record = {name: np.float64(value) if isinstance(value, float) else value for name, value in asdict(_Record()).items()}
-    rest = {"step": abstract.step, "key": abstract.key} | record
+    rest = {"step": abstract.step, "key": abstract.key} | asdict(_Record())
     found = checkpoints.restore({"params": abstract.params, "opt_state": abstract.opt_state, "rest": rest})
     if found is None:
         key = jax.random.key(run.train.seed)
         return init_state(key, model=model, optimizer=run.optimizer, mesh=mesh), _Record()
     _, saved = found
     rest = dict(saved["rest"])
-    state = TrainState(rest.pop("step"), saved["params"], saved["opt_state"], rest.pop("key"))
-    kinds = {"best_loss": float, "rounds_without_best": int, "seconds": float, "tokens": float}
-    return state, _Record(**{name: kind(rest[name]) for name, kind in kinds.items()})
+    return TrainState(rest.pop("step"), saved["params"], saved["opt_state"], rest.pop("key")), _Record(**rest)
 
 
 def _final_params(path: Path, checkpoints: Checkpoints, state: TrainState, run: config.Run) -> dict:

@@ -1,9 +1,9 @@
 """The run directory: what a run leaves, and all that is needed to resume, evaluate or decode it.
 
-    config.json      the configuration          checkpoints/   training states, newest and best
-    metrics.jsonl    one line a measurement     parameters/    the parameters the run ended with
-    result.json      the scores, one number a key
-    tokenizer.json   the vocabulary             *.png          plots
+config.json      the configuration          checkpoints/   training states, newest and best
+metrics.jsonl    one line a measurement     parameters/    the parameters the run ended with
+result.json      the scores, one number a key
+tokenizer.json   the vocabulary             *.png          plots
 """
 
 import json

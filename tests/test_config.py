@@ -1,0 +1,242 @@
+"""The configuration of a run: strict JSON both ways, refusals that name the value, and the command line."""
+
+import ast
+import dataclasses
+import inspect
+import json
+import re
+import textwrap
+
+import pytest
+import tyro
+
+from tfm_jax.config import Data, Decode, Mesh, Optimizer, Run, Train, differences, from_dict, to_dict, to_json
+from tfm_jax.models import family
+from tfm_jax.models.transformer import Dropout, TransformerConfig
+
+SECTIONS = (Run, TransformerConfig, Dropout, Train, Data, Optimizer, Decode, Mesh)
+
+
+def run(**changes):
+    """A run in which no field that matters to JSON has its default."""
+    model = TransformerConfig(
+        23, max_length=301, d_model=12, num_heads=3, d_v=5, norm="pre", head_bias=True, dropout=Dropout(attention=0.25)
+    )
+    fields = {
+        "model": model,
+        "train": Train(epochs=3, max_minutes=2.5, patience=7, final="average"),
+        "run_dir": "runs/x",
+        "data": Data(dir="données", tokenizer="word_bpe", tokens_per_batch=701),
+        "optimizer": Optimizer(schedule="constant", clip_norm=0.5),
+        "decode": Decode(beams=3, early_stopping=False),
+        "mesh": Mesh(data=2, model=3),
+    }
+    return Run(**fields | changes)
+
+
+def read(values):
+    """A run from its dict, its model's class found by the family's name."""
+    model = {name: value for name, value in values["model"].items() if name != "family"}
+    _, config_class = family(values["model"]["family"])
+    return from_dict(Run, values | {"model": from_dict(config_class, model, "config.model")})
+
+
+def test_json_gives_the_same_run_back():
+    original = run()
+    again = read(json.loads(to_json(original)))
+    assert again == original
+    assert to_json(again) == to_json(original)
+    assert again.model.dropout == Dropout(attention=0.25)
+
+
+def test_json_holds_every_field_and_the_family():
+    values = json.loads(to_json(run()))
+    assert values["model"]["family"] == "transformer"
+    for name in ("model", "train", "data", "optimizer", "decode", "mesh"):
+        section = getattr(run(), name)
+        assert set(values[name]) - {"family"} == {f.name for f in dataclasses.fields(section)}
+    assert values["train"]["steps"] is None and values["train"]["max_minutes"] == 2.5
+
+
+def test_json_refuses_what_json_cannot_say():
+    with pytest.raises(ValueError):
+        to_json(run(train=Train(max_minutes=float("inf"))))
+
+
+def test_defaults_may_be_left_out_of_json():
+    values = {"model": TransformerConfig(23), "train": {"steps": 5}, "run_dir": "r"}
+    assert from_dict(Run, values) == Run(TransformerConfig(23), Train(steps=5), "r")
+
+
+def test_int_is_taken_for_float_and_nothing_else_is_converted():
+    built = from_dict(Optimizer, {"learning_rate": 1, "clip_norm": 2})
+    assert type(built.learning_rate) is float and type(built.clip_norm) is float
+    assert from_dict(Optimizer, {"clip_norm": None}).clip_norm is None
+
+
+@pytest.mark.parametrize(
+    ("change", "fragments"),
+    [
+        ({"train": {"steps": 3, "stepz": 4}}, ["config.train", "stepz", "steps"]),
+        ({"speed": 1}, ["config", "speed", "run_dir"]),
+        ({"model": {"vocab_size": 7, "dropout": {"embeding": 0.1}}}, ["config.model.dropout", "embeding", "embedding"]),
+        ({"run_dir": ...}, ["missing", "run_dir"]),
+        ({"train": ..., "run_dir": ...}, ["missing", "run_dir", "train"]),
+        ({"model": {"d_model": 8}}, ["config.model", "missing", "vocab_size"]),
+        ({"train": {"steps": "3"}}, ["config.train.steps", "'3'", "str", "int"]),
+        ({"train": {"steps": 3.0}}, ["config.train.steps", "3.0", "float", "int"]),
+        ({"train": {"steps": True}}, ["config.train.steps", "True", "bool", "int"]),
+        ({"train": {"steps": 3, "seed": None}}, ["config.train.seed", "None", "int"]),
+        ({"train": {"steps": 3, "label_smoothing": "0.1"}}, ["config.train.label_smoothing", "'0.1'", "float"]),
+        ({"decode": {"early_stopping": 1}}, ["config.decode.early_stopping", "1", "bool"]),
+        ({"data": {"dir": 5}}, ["config.data.dir", "5", "str"]),
+        ({"data": {"tokenizer": "sentencepiece"}}, ["config.data.tokenizer", "sentencepiece", "word_bpe"]),
+        ({"model": {"vocab_size": 7, "norm": "mid"}}, ["config.model.norm", "mid", "post", "pre"]),
+        ({"model": {"vocab_size": 7, "num_heads": [2]}}, ["config.model.num_heads", "[2]", "list", "int"]),
+        # a section that is no object at all
+        ({"train": 3}, ["config.train", "3"]),
+        ({"train": ["steps"]}, ["config.train", "steps"]),
+        ({"model": {"vocab_size": 7, "dropout": None}}, ["config.model.dropout", "None"]),
+    ],
+)
+def test_wrong_json_is_refused_by_name(change, fragments):
+    values = {"model": {"vocab_size": 7}, "train": {"steps": 3}, "run_dir": "r"} | change
+    values = {name: value for name, value in values.items() if value is not ...}
+    values["model"] = {"family": "transformer"} | values["model"]
+    with pytest.raises(ValueError) as refusal:
+        read(values)
+    for fragment in fragments:
+        assert fragment in str(refusal.value)
+
+
+def test_unknown_family_names_those_there_are():
+    with pytest.raises(ValueError, match="'rnn'.*transformer"):
+        read(to_dict(run()) | {"model": {"family": "rnn"}})
+
+
+def test_differences_name_the_field_and_both_values():
+    ours, theirs = run(), run(train=Train(steps=11), optimizer=Optimizer(schedule="constant", clip_norm=0.75))
+    assert differences(to_dict(ours), to_dict(ours)) == []
+    lines = differences(to_dict(ours), to_dict(theirs))
+    assert "optimizer.clip_norm: 0.5, 0.75" in lines
+    assert "train.steps: None, 11" in lines and "train.final: 'average', 'last'" in lines
+    assert sorted(lines) == lines and len(lines) == 6
+
+
+def test_differences_see_a_field_that_one_side_lacks():
+    assert differences({"a": 1}, {"a": 1, "b": {"c": 2}}) == ["b: None, {'c': 2}"]
+    assert differences({"a": {"c": 2}}, {"a": 3}) == ["a: {'c': 2}, 3"]
+
+
+def model(**changes):
+    return TransformerConfig(**{"vocab_size": 23, "d_model": 12, "num_heads": 3} | changes)
+
+
+REFUSED = [
+    *((Mesh, {name: 0}, [f"mesh.{name}", "0"]) for name in ("data", "fsdp", "model")),
+    (Mesh, {"data": -2}, ["mesh.data", "-2"]),
+    (Data, {"max_length": 1}, ["data.max_length", "1", "2"]),
+    (Data, {"num_buckets": 0}, ["data.num_buckets", "0"]),
+    (Data, {"max_length": 307, "tokens_per_batch": 293}, ["data.tokens_per_batch", "293", "data.max_length", "307"]),
+    (Optimizer, {"learning_rate": 0.0}, ["optimizer.learning_rate", "0.0"]),
+    (Optimizer, {"learning_rate": -0.5}, ["optimizer.learning_rate", "-0.5"]),
+    (Optimizer, {"learning_rate": float("nan")}, ["optimizer.learning_rate", "nan"]),
+    (Optimizer, {"warmup_steps": -1}, ["optimizer.warmup_steps", "-1"]),
+    (Optimizer, {"b1": 1.0}, ["optimizer.b1", "1.0"]),
+    (Optimizer, {"b2": -0.25}, ["b2", "-0.25"]),
+    (Optimizer, {"clip_norm": 0.0}, ["optimizer.clip_norm", "0.0", "None"]),
+    (Train, {}, ["steps", "epochs", "max_minutes"]),
+    (Train, {"steps": 0}, ["train.steps", "0"]),
+    (Train, {"epochs": -3}, ["train.epochs", "-3"]),
+    (Train, {"max_minutes": 0.0}, ["train.max_minutes", "0.0"]),
+    (Train, {"steps": 5, "patience": 0}, ["train.patience", "0"]),
+    *((Train, {"steps": 5, name: 0}, [f"train.{name}", "0"]) for name in ("checkpoint_every", "keep_last", "log_every")),
+    (Train, {"steps": 5, "label_smoothing": 1.0}, ["train.label_smoothing", "1.0"]),
+    (Train, {"steps": 5, "label_smoothing": -0.1}, ["train.label_smoothing", "-0.1"]),
+    *((Decode, {name: 0}, [f"decode.{name}", "0"]) for name in ("beams", "max_new_tokens", "tokens_per_batch")),
+    *((Dropout, {f.name: 1.0}, [f"dropout.{f.name}", "1.0"]) for f in dataclasses.fields(Dropout)),
+    (Dropout, {"residual": -0.1}, ["dropout.residual", "-0.1"]),
+    (Dropout, {"residual": float("nan")}, ["dropout.residual", "nan"]),
+    *(
+        (model, {name: 0}, [f"model.{name}", "0"])
+        for name in ("vocab_size", "max_length", "d_model", "d_ff", "num_heads", "num_encoder_layers", "d_k", "d_v")
+    ),
+    (model, {"num_decoder_layers": -1}, ["model.num_decoder_layers", "-1"]),
+    (model, {"norm_eps": 0.0}, ["model.norm_eps", "0.0"]),
+    (model, {"d_model": 10}, ["10", "3", "d_k"]),
+    (run, {"data": Data(max_length=302)}, ["data.max_length", "302", "model.max_length", "301"]),
+    (run, {"decode": Decode(max_new_tokens=303)}, ["decode.max_new_tokens", "303", "model.max_length", "301"]),
+]
+
+
+@pytest.mark.parametrize(("make", "fields", "fragments"), REFUSED, ids=lambda x: None if callable(x) else str(x))
+def test_what_has_no_meaning_is_refused_when_built(make, fields, fragments):
+    """I34: the message names the field and its value."""
+    with pytest.raises(ValueError) as refusal:
+        make(**fields)
+    for fragment in fragments:
+        assert re.search(rf"(?<![\w.-]){re.escape(fragment)}(?![\w])", str(refusal.value)), (fragment, refusal.value)
+
+
+def test_heads_that_do_not_divide_the_width_may_have_a_size_of_their_own():
+    """B18: 10 over 3 heads is refused above, and accepted with an explicit head size."""
+    assert model(d_model=10, d_k=4).d_k == 4
+
+
+def test_edges_that_have_a_meaning_are_accepted():
+    Optimizer(warmup_steps=0, b1=0.0, b2=0.0, clip_norm=None)
+    Train(max_minutes=0.001, label_smoothing=0.0)
+    Data(max_length=307, tokens_per_batch=307)
+    Run(TransformerConfig(5, max_length=7), Train(steps=1), "", Data(max_length=7), decode=Decode(max_new_tokens=7))
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_every_field_has_help(section):
+    """The docstring under a field is its help; without one, tyro would show whatever comment is near."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0].body
+    helped = {
+        field.target.id
+        for field, text in zip(body, body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and len(str(text.value.value).split()) >= 3
+    }
+    assert helped == {field.name for field in dataclasses.fields(section)}
+
+
+def test_command_line_overrides_the_default():
+    default = run(model=model(), data=Data(max_length=64))
+    arguments = "--train.steps 3 --model.d-model 8 --model.num-heads 2 --optimizer.clip-norm None --decode.no-early-stopping"
+    parsed = tyro.cli(Run[TransformerConfig], default=default, args=arguments.split())
+    expected = dataclasses.replace(
+        default,
+        train=dataclasses.replace(default.train, steps=3),
+        model=dataclasses.replace(default.model, d_model=8, num_heads=2),
+        optimizer=dataclasses.replace(default.optimizer, clip_norm=None),
+        decode=dataclasses.replace(default.decode, early_stopping=False),
+    )
+    assert parsed == expected
+    assert tyro.cli(Run[TransformerConfig], default=default, args=[]) == default
+
+
+@pytest.mark.parametrize("arguments", ["--train.stepz 3", "--train.steps three", "--model.norm mid", "--model.d-model 13"])
+def test_command_line_refuses_what_has_no_meaning(arguments, capsys):
+    with pytest.raises((SystemExit, ValueError)) as refusal:
+        tyro.cli(Run[TransformerConfig], default=run(), args=arguments.split())
+    said = str(refusal.value) + "".join(capsys.readouterr())
+    assert arguments.split()[1] in said
+
+
+def test_command_line_help_shows_every_field(capsys):
+    with pytest.raises(SystemExit):
+        tyro.cli(Run[TransformerConfig], default=run(), args=["--help"])
+    said = " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+
+    def flags(section, prefix):
+        for field in dataclasses.fields(section):
+            value, name = getattr(section, field.name), f"{prefix}{field.name.replace('_', '-')}"
+            yield from flags(value, f"{name}.") if dataclasses.is_dataclass(value) else [f"--{name}"]
+
+    assert not [flag for flag in flags(run(), "") if flag not in said]
+    assert "On the attention weights." in said and "Length of the linear warm-up." in said
