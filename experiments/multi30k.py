@@ -1,8 +1,8 @@
 """How well does the small Transformer of Wu et al. (ACL 2021) translate image captions, English to German?
 
-Published: 41.02 BLEU on test_2016_flickr (lower-cased tokenised text), after 8,000 updates of 8,192 tokens with the mean of the
-last ten epochs' checkpoints. The configuration below is that recipe in a budget of 20 minutes on two CPU cores: smaller
-batches and a warm-up to match. Expected there: at least 30 BLEU.
+Published: 41.02 BLEU on test_2016_flickr (lower-cased tokenised text), after 8,000 updates of 8,192 tokens with the mean
+of the last ten epochs' checkpoints. The configuration below is that recipe in a budget of 20 minutes on two CPU cores:
+smaller batches and a warm-up to match. Expected there: at least 30 BLEU.
 
     python experiments/multi30k.py --data.dir DIR --run-dir runs/multi30k
 
@@ -44,9 +44,7 @@ CONFIG = Run(
 def read(folder: str, name: str) -> ParallelText:
     """The pairs of one split."""
     if not folder:
-        raise SystemExit(
-            "give the folder of the Multi30k data set: --data.dir DIR (it holds tok/train.lc.norm.tok.en.gz)"
-        )
+        raise SystemExit("give the folder of Multi30k, which holds tok/train.lc.norm.tok.en.gz: --data.dir DIR")
     path = Path(folder) / "tok"
     return read_parallel(path / f"{name}.lc.norm.tok.en.gz", path / f"{name}.lc.norm.tok.de.gz")
 

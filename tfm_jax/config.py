@@ -66,7 +66,7 @@ class Data:
     max_length: int = 256
     """Longest sequence after tokenisation, end-of-text included. Unit: tokens."""
     too_long: Literal["error", "drop"] = "error"
-    """What happens to a training or validation pair with a side over max_length: error names its line, drop counts it."""
+    """What happens to a training or validation pair with a side over max_length: error names it, drop counts it."""
     tokens_per_batch: int = 4096
     """Budget of a batch: rows x the longer side's padded length. Unit: tokens."""
     num_buckets: int = 8
@@ -110,7 +110,7 @@ class Optimizer:
         require(self.warmup_steps >= 0, f"optimizer.warmup_steps is {self.warmup_steps}: it must not be negative")
         require(0 <= self.b1 < 1 and 0 <= self.b2 < 1, f"optimizer.b1, b2 are {self.b1}, {self.b2}: they lie in [0, 1)")
         require(
-            self.clip_norm is None or self.clip_norm > 0, f"optimizer.clip_norm is {self.clip_norm}: positive or None"
+            self.clip_norm is None or self.clip_norm > 0, f"optimizer.clip_norm is {self.clip_norm}: give > 0 or None"
         )
 
 
@@ -144,9 +144,7 @@ class Train:
 
     def __post_init__(self):
         limits = {"steps": self.steps, "epochs": self.epochs, "max_minutes": self.max_minutes}
-        require(
-            any(v is not None for v in limits.values()), "train: give one of steps, epochs, max_minutes as the limit"
-        )
+        require(any(v is not None for v in limits.values()), "train: give steps, epochs or max_minutes as the limit")
         for name, value in limits.items() | {"patience": self.patience}.items():
             require(value is None or value > 0, f"train.{name} is {value}: positive or None")
         for name in ("checkpoint_every", "keep_last", "log_every"):
@@ -161,7 +159,7 @@ class Decode:
     beams: int = 5
     """Hypotheses kept at each step; 1 is greedy search."""
     length_penalty: float = 1.0
-    """alpha in score = log p / length ** alpha, the length counted with the end-of-text token; 0 compares plain log p."""
+    """alpha in score = log p / length ** alpha, the length counted with the end of text; 0 compares plain log p."""
     early_stopping: bool = True
     """True: a sentence is done once `beams` hypotheses have ended. False: once no live hypothesis can beat them."""
     max_new_tokens: int = 200

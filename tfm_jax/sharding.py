@@ -28,7 +28,7 @@ def make_mesh(mesh: config.Mesh) -> jax.sharding.Mesh:
 
 
 def partition_spec(axes: tuple[str | None, ...], rules: Mapping[str, Any]) -> PartitionSpec:
-    """The mesh axes of an array whose dimensions have the logical names `axes`; each mesh axis is used once, first come."""
+    """The mesh axes of an array whose dimensions have the logical names `axes`; each is used once, by the first."""
     used: set[str] = set()
     names = []
     for axis in axes:
@@ -51,8 +51,8 @@ def parameter_shardings(axes: Any, mesh: jax.sharding.Mesh, shapes: Any) -> Any:
         for size, axis, name in zip(shape.shape, spec, names, strict=False):
             if axis is not None and size % mesh.shape[axis]:
                 raise ValueError(
-                    f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')}: its axis {name} of size {size} "
-                    f"does not divide over mesh axis {axis} of {mesh.shape[axis]} devices; change the mesh or the model"
+                    f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')}: its axis {name} of "
+                    f"size {size} does not divide over mesh axis {axis} of {mesh.shape[axis]} devices; change the mesh or the model"
                 )
         return NamedSharding(mesh, spec)
 

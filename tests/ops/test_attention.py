@@ -24,6 +24,19 @@ B, T, S, K, G, H, E = 2, 5, 7, 3, 2, 11, 13
 N = K * G
 FLOAT32 = {"rtol": 1e-5, "atol": 1e-6}
 attend = jax.jit(dot_product_attention, static_argnames=("scale", "dropout_rate"))
+weigh = jax.jit(attention_weights, static_argnames="scale")
+
+
+@jax.jit
+def output_and_gradients(qkv, mask, bias):
+    """The output, and the gradients of the sum of its squares."""
+
+    def loss(*qkv):
+        output = dot_product_attention(*qkv, mask=mask, bias=bias)
+        return jnp.square(output.astype(jnp.float32)).sum(), output
+
+    gradients, output = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*qkv)
+    return output, gradients
 
 
 def normal(seed, *shape, dtype=jnp.float32):
@@ -69,9 +82,7 @@ def test_attention_is_the_oracles(restriction):
     output = attend(query, key, value, **settings)
     assert output.shape == (B, T, N, E)
     np.testing.assert_allclose(output, oracle.dot_product_attention(query, key, value, **settings), **FLOAT32)
-    weights = jax.jit(functools.partial(attention_weights, scale=settings.get("scale")))(
-        query, key, mask=settings.get("mask"), bias=settings.get("bias")
-    )
+    weights = weigh(query, key, **settings)
     np.testing.assert_allclose(weights, oracle.attention_weights(query, key, **settings), **FLOAT32)
 
 
@@ -93,10 +104,9 @@ def test_heads_that_do_not_divide_are_refused():
 
 def test_rows_of_the_weights_sum_to_one_or_to_zero():
     query, key, _ = query_key_value()
-    weights_of = jax.jit(lambda mask: attention_weights(query * 9, key, mask=mask))
     for seed in range(20):
         mask = np.random.default_rng(seed).random((B, N, T, S)) < seed / 19
-        weights = np.asarray(weights_of(jnp.asarray(mask)))
+        weights = np.asarray(weigh(query * 9, key, mask=jnp.asarray(mask)))
         np.testing.assert_allclose(weights.sum(-1), mask.any(-1), atol=1e-6)
         assert (weights >= 0).all() and not weights[~mask].any()
 
@@ -129,10 +139,10 @@ def test_the_additive_form_is_the_boolean_form():
     mask = jnp.asarray(np.asarray(random_mask(4, 1, 1, T, S)) | np.eye(T, S, dtype=bool))
     boolean, additive = attend(query, key, value, mask=mask), attend(query, key, value, bias=additive_mask(mask))
     np.testing.assert_array_equal(boolean, additive)
-    repeated = jnp.repeat(key, G, axis=2)
-    logits = jnp.einsum("BTNH,BSNH->BNTS", query, repeated) / np.float32(H**0.5)
-    textbook = jax.nn.softmax(logits + jnp.broadcast_to(additive_mask(mask), logits.shape), axis=-1)
-    np.testing.assert_allclose(attention_weights(query, key, mask=mask), textbook, **FLOAT32)
+    repeated = np.repeat(key, G, axis=2)
+    logits = np.einsum("BTNH,BSNH->BNTS", query, repeated) / H**0.5
+    textbook = jax.nn.softmax(logits + np.asarray(additive_mask(mask)), axis=-1)
+    np.testing.assert_allclose(weigh(query, key, mask=mask), textbook, **FLOAT32)
 
 
 def test_no_query_sees_a_later_key():
@@ -146,13 +156,10 @@ def test_no_query_sees_a_later_key():
 
 
 # What fails in half precision are fully masked rows and sums of mask constants, so every combination is tried.
+POSITIONS = jnp.asarray([[0, 1, 2], [-1, 0, 1]], jnp.int32)
 MASKS = {
-    "causal": causal_mask(
-        jnp.asarray([[0, 1, 2], [-1, 0, 1]], jnp.int32), jnp.asarray([[0, 1, 2], [-1, 0, 1]], jnp.int32)
-    ),
-    "padding": padding_mask(
-        jnp.asarray([[1, 1, 1], [0, 1, 1]], jnp.int32), jnp.asarray([[1, 1, 0], [0, 1, 1]], jnp.int32)
-    ),
+    "causal": causal_mask(POSITIONS, POSITIONS),
+    "padding": padding_mask(*(jnp.asarray(ids, jnp.int32) for ids in ([[1, 1, 1], [0, 1, 1]], [[1, 1, 0], [0, 1, 1]]))),
     "user": jnp.asarray([[1, 1, 0], [0, 1, 1], [0, 0, 0]], bool)[None, None],
 }
 
@@ -162,20 +169,10 @@ def test_every_dtype_is_finite_under_every_mask(dtype):
     """B05, I11; the scores go beyond the range of float16 (65504)."""
     query, key, value = (normal(seed, 2, 3, 5, 7, dtype=dtype) for seed in range(3))
     query, key = query * 300, key * 300
-    cotangent = normal(3, 2, 3, 5, 7, dtype=jnp.float32)
-
-    @jax.jit
-    def output_and_gradients(mask):
-        def loss(query, key, value):
-            output = dot_product_attention(query, key, value, mask=mask)
-            return (output.astype(jnp.float32) * cotangent).sum(), output
-
-        return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(query, key, value)
-
     for chosen in range(8):
         masks = [mask for bit, mask in enumerate(MASKS.values()) if chosen >> bit & 1]
         mask = functools.reduce(jnp.logical_and, masks, jnp.ones((2, 1, 3, 3), bool))
-        gradients, output = output_and_gradients(mask)
+        output, gradients = output_and_gradients((query, key, value), mask, None)
         assert output.dtype == dtype and all(g.dtype == dtype for g in gradients)
         assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in (output, *gradients))
         dead = ~np.broadcast_to(np.asarray(mask).any(-1), (2, 1, 3))[:, 0]
@@ -192,7 +189,7 @@ def test_half_precision_is_near_the_oracle(dtype, tolerance):
     assert output.dtype == dtype
     expected = oracle.dot_product_attention(query, key, value, mask=mask)
     np.testing.assert_allclose(np.asarray(output, np.float64), expected, rtol=tolerance, atol=tolerance)
-    assert attention_weights(query, key, mask=mask).dtype == jnp.float32
+    assert jax.eval_shape(attention_weights, query, key, mask=mask).dtype == jnp.float32
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32], ids=["float16", "bfloat16", "float32"])
@@ -208,25 +205,17 @@ def test_the_exponential_is_float32(dtype, masked):
 
 def test_a_dead_row_is_zero_and_gives_no_gradient():
     """B01: through masks, AttentionMask and bias alike."""
-    query, key, value = query_key_value()
+    qkv = query_key_value()
     dead = jnp.ones((B, 1, T, S), bool).at[1, :, 3].set(False)
-
-    @jax.jit
-    def gradients(mask, bias):
-        loss = lambda *qkv: jnp.square(dot_product_attention(*qkv, mask=mask, bias=bias)).sum()  # noqa: E731
-        return jax.grad(loss, argnums=(0, 1, 2))(query, key, value)
-
     segments = AttentionMask(
         query_segment_ids=jnp.ones((B, T), jnp.int32).at[1, 3].set(0), key_segment_ids=jnp.ones((B, S), jnp.int32)
     )
-    expected = gradients(dead, None)
+    expected = output_and_gradients(qkv, dead, None)
     for mask, bias in ((dead, None), (segments, None), (None, additive_mask(dead))):
-        output = attend(query, key, value, mask=mask, bias=bias)
+        output, gradients = output_and_gradients(qkv, mask, bias)
         assert not output[1, 3].any() and np.asarray(output).any(axis=(2, 3)).sum() == B * T - 1
-        found = gradients(mask, bias)
-        assert not found[0][1, 3].any() and all(np.isfinite(g).all() for g in found)
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert not gradients[0][1, 3].any() and all(np.isfinite(g).all() for g in gradients)
+        jax.tree.map(np.testing.assert_array_equal, (output, gradients), expected)
 
 
 def test_a_dead_row_does_not_reach_the_shared_projections():
@@ -270,13 +259,8 @@ def test_what_no_query_sees_never_matters(heads, junk):
         value.at[0, 2].set(junk).at[1, 6].set(junk),
     )
 
-    @jax.jit
-    def run(qkv, mask, bias):
-        loss = lambda *qkv: jnp.square(dot_product_attention(*qkv, mask=mask, bias=bias)).sum()  # noqa: E731
-        return dot_product_attention(*qkv, mask=mask, bias=bias), jax.grad(loss, argnums=(0, 1, 2))(*qkv)
-
     for restriction in ((mask, None), (None, additive_mask(mask))):
-        expected, found = run(clean, *restriction), run(soiled, *restriction)
+        expected, found = (output_and_gradients(qkv, *restriction) for qkv in (clean, soiled))
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
         jax.tree.map(np.testing.assert_array_equal, expected, found)
 

@@ -15,7 +15,7 @@ from tfm_jax.models import Model
 
 @dataclass(frozen=True)
 class Translation:
-    """One hypothesis: its text, score (see `BeamSettings.length_penalty`), token ids with the end, and whether it ended."""
+    """One hypothesis: its text, score (see `BeamSettings.length_penalty`), ids with the end, and whether it ended."""
 
     text: str
     score: float

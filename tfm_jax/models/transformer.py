@@ -60,7 +60,7 @@ class TransformerConfig:
     d_v: int | None = None
     """Width of a head's values. None: d_k."""
     norm: Literal["post", "pre"] = "post"
-    """Layer norm after each residual sum (the paper) or before each sublayer with one more at the end (Xiong et al. 2020)."""
+    """Layer norm after each residual sum (the paper), or before each sublayer and at the end (Xiong et al. 2020)."""
     norm_eps: float = 1e-5
     """Added to the variance in layer norm."""
     activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = "relu"

@@ -70,10 +70,10 @@ def multi_head_attention(
     dropout_rate: float = 0.0,
     dropout_key: Dropout = None,
 ) -> Float[Array, "B T D"]:
-    """Concat(head_1, ..., head_N) W_O with head_n = Attention(Q W_Q, K W_K, V W_V) (Vaswani et al. 2017, section 3.2.2).
+    """Concat(head_1, ..., head_N) W_O with head_n = Attention(Q W_Q, K W_K, V W_V) (Vaswani et al. 2017, 3.2.2).
 
-    Query, key and value may come from anywhere. params: query (Dq N H), key (Dk K H), value (Dv K E), output (N E D) and
-    query_bias, key_bias, value_bias, output_bias of the trailing shapes.
+    Query, key and value may come from anywhere. params: query (Dq N H), key (Dk K H), value (Dv K E), output (N E D)
+    and query_bias, key_bias, value_bias, output_bias of the trailing shapes.
     """
     projected = keys_values(params, key, value)
     return attend(params, query, projected, mask=mask, dropout_rate=dropout_rate, dropout_key=dropout_key)

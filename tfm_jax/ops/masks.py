@@ -25,7 +25,7 @@ def padding_mask(query_segment_ids: Int[Array, "B T"], key_segment_ids: Int[Arra
 
 
 def additive_mask(mask: Bool[Array, "..."]) -> Float[Array, "..."]:
-    """The textbook's matrix M of softmax(Q K^T / sqrt(d_k) + M): 0 where a query may attend, -inf where not (float32)."""
+    """The matrix M of the textbook's softmax(Q K^T / sqrt(d_k) + M): 0 where a query may attend, else -inf; float32."""
     return jnp.where(mask, 0.0, -jnp.inf).astype(jnp.float32)
 
 

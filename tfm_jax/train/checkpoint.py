@@ -225,8 +225,9 @@ def _write(path: Path, items: dict[str, Tree], **facts):
     }
     manifest = json.dumps({"leaves": records, **facts})
     # With directories made in the background, one that cannot be made leaves threads that hold up the exit 20 minutes.
-    options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-    with ocp.Context(async_options=options):
+    context = ocp.Context()
+    context.asynchronous.create_directories_asynchronously = False
+    with context:
         return ocp.save_checkpointables_async(
             path,
             {item: tree for item, tree in items.items() if leaves[item]},  # orbax refuses trees without leaves

@@ -33,7 +33,7 @@ class Fitted:
     params: dict
     tokenizer: Tokenizer
     summary: dict[str, Any]
-    """steps, epochs, train_seconds, tokens_per_second, parameters, validation_loss (the best): numbers for result.json."""
+    """steps, epochs, train_seconds, tokens_per_second, parameters, validation_loss (the best), dropped_pairs."""
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def _target_logit(logits, targets):
 def accuracy(
     logits: Float[Array, "B T V"], targets: Int[Array, "B T"], weights: Float[Array, "B T"]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Weighted count of targets that have the largest logit, and the sum of weights. A tie with another entry is right."""
+    """Weighted count of targets that have the largest logit, a tie included, and the sum of weights."""
     # max and a comparison: argmax is many times slower on a CPU
     right_BT = _target_logit(logits, targets) >= logits.max(axis=-1)
     return jnp.where(right_BT, weights, 0.0).sum(), weights.sum()
