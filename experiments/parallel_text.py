@@ -6,8 +6,8 @@
 
 Files hold one sentence a line, UTF-8, plain or .gz. Without validation files, the last 1,000 pairs of the training text
 (at most a tenth of it) are held out for validation. With --data.test-source and --data.test-target the scores in
-result.json are for those, else for the validation text. As it stands the model is small and trains for 30 minutes: on two
-CPU cores and 30,000 short sentences that gives translations one can read. For more text use a larger model
+result.json are for those, else for the validation text. As it stands the model is small and trains for 30 minutes: on
+two CPU cores and 30,000 short sentences that gives translations one can read. For more text use a larger model
 (--model.d-model ...) and more time (--train.max-minutes).
 """
 

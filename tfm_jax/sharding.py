@@ -52,7 +52,7 @@ def parameter_shardings(axes: Any, mesh: jax.sharding.Mesh, shapes: Any) -> Any:
             if axis is not None and size % mesh.shape[axis]:
                 raise ValueError(
                     f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')}: its axis {name} of "
-                    f"size {size} does not divide over mesh axis {axis} of {mesh.shape[axis]} devices; change the mesh or the model"
+                    f"size {size} does not divide over mesh axis {axis} of {mesh.shape[axis]} devices; change one"
                 )
         return NamedSharding(mesh, spec)
 

@@ -27,7 +27,7 @@ class Metrics:
     """metrics.jsonl: one JSON object a line, each with its `step`."""
 
     def __init__(self, path: Path, *, after_step: int):
-        """Open for appending; lines of steps beyond `after_step`, left by a killed run that redoes them, are removed."""
+        """Open for appending; lines of steps beyond `after_step`, which a killed run left, are removed."""
         kept = [line for line in read_metrics(path) if line["step"] <= after_step] if path.exists() else []
         write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a")
