@@ -384,8 +384,31 @@ def test_killed_at_any_moment_the_last_complete_step_is_usable(tmp_path, kills):
             assert reported in checkpoints.steps
 
 
+@pytest.mark.parametrize("renames", [0, 1])
+def test_killed_between_renames_the_old_parameters_are_there(tmp_path, monkeypatch, renames):
+    """B47: the moment in which the old tree has moved and the new one not yet included."""
+    path, old, new = tmp_path / "params", make_state(1)["params"], make_state(2)["params"]
+    save_params(path, old)
+    rename, calls = Path.rename, []
+
+    def rename_or_die(self, target):
+        if self.parent == tmp_path and self.name in ("params", "params.new"):
+            calls.append(self.name)
+            if len(calls) > renames:
+                raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", rename_or_die)
+        save_params(path, new)
+    assert_same(load_params(path, abstract(old)), old)
+    save_params(path, new)
+    assert_same(load_params(path, abstract(old)), new)
+    assert names(tmp_path) == ["params"]
+
+
 def test_final_parameters_are_replaced_whole(tmp_path):
-    """B47: a kill between any two renames leaves the old or the new tree."""
+    """What an earlier kill left behind is used if nothing else is there, and cleaned by the next save."""
     path, old, new = tmp_path / "params", make_state(1)["params"], make_state(2)["params"]
     with pytest.raises(FileNotFoundError, match="save_params"):
         load_params(path, abstract(old))
