@@ -1,4 +1,4 @@
-"""Modules: how many parameters they own, with what axes and initial values, and that they compute what `ops` computes."""
+"""Modules: the number, axes and initial values of their parameters, and that they compute what `ops` computes."""
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,9 @@ from tfm_jax.nn import (
     MultiHeadAttention,
     plain,
 )
-from tfm_jax.nn.blocks import BlockSizes
+from tfm_jax.nn.blocks import BlockSizes, stacked
 from tfm_jax.ops import AttentionMask, BlockSettings
-from tfm_jax.ops.blocks import keys_values
+from tfm_jax.ops.blocks import encoder_block_weights, keys_values
 
 D, N, F, V, L = 6, 3, 7, 5, 2
 B, T, S = 2, 3, 5
@@ -34,6 +34,14 @@ def rngs(seed=0):
 
 def normal(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def filled(make):
+    """The module with random numbers for every parameter, so that a bias that starts as zero cannot hide."""
+    skeleton = nnx.eval_shape(make)
+    leaves, tree = jax.tree.flatten(plain(skeleton))
+    leaves = [normal(seed, *leaf.shape) / 2 for seed, leaf in enumerate(leaves)]
+    return nnx.merge(nnx.graphdef(skeleton), jax.tree.unflatten(tree, leaves))
 
 
 def count(make):
@@ -75,10 +83,10 @@ def test_a_width_that_heads_do_not_divide():
         MultiHeadAttention(10, 3, rngs=rngs())
     with pytest.raises(ValueError, match="10 is not a multiple of 3"):
         Encoder(BlockSizes(d_model=10, d_ff=F, num_heads=3), BlockSettings(), L, rngs=rngs())
-    attention = MultiHeadAttention(10, 3, d_k=4, rngs=rngs())
+    attention = filled(lambda: MultiHeadAttention(10, 3, d_k=4, rngs=rngs()))
     shapes = {name: leaf.shape for name, leaf in plain(attention).items() if not name.endswith("bias")}
     assert shapes == {"query": (10, 3, 4), "key": (10, 3, 4), "value": (10, 3, 4), "output": (3, 4, 10)}
-    assert attention(normal(0, B, T, 10)).shape == (B, T, 10)
+    assert jax.eval_shape(lambda x: attention(x), normal(0, B, T, 10)).shape == (B, T, 10)
 
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
@@ -103,50 +111,64 @@ def test_an_embedding_is_an_output_layer_too():
 
 
 def test_modules_are_the_functions_on_their_parameters():
-    """Parameters are moved off their initial values, so that a bias that is zero cannot hide."""
     x, other, value = normal(1, B, T, D), normal(2, B, S, D), normal(3, B, S, D)
     mask = jnp.asarray(np.random.default_rng(4).random((B, 1, T, S)) < 0.7)
-    attention = moved(MultiHeadAttention(D, N, d_k=4, d_v=1, rngs=rngs()))
-    params = plain(attention)
-    for args in ((x, x, x), (x, other, other), (x, other, value)):
-        given = args[: 1 + (args[1] is other) + (args[2] is value)]
-        used = mask if args[1] is other else None
-        expected = ops.multi_head_attention(params, *args, mask=used)
-        np.testing.assert_array_equal(attention(*given, mask=used), expected)
-    feed_forward = moved(FeedForward(D, F, activation="silu", rngs=rngs()))
+    attention = filled(lambda: MultiHeadAttention(D, N, d_k=4, d_v=1, rngs=rngs()))
+    run, attend = jax.jit(lambda *args, **kw: attention(*args, **kw)), jax.jit(ops.multi_head_attention)
+    for given, meant, used in (
+        ((x,), (x, x, x), None),
+        ((x, other), (x, other, other), mask),
+        ((x, other, value), (x, other, value), mask),
+    ):
+        np.testing.assert_allclose(run(*given, mask=used), attend(plain(attention), *meant, mask=used), **FLOAT32)
+    feed_forward = filled(lambda: FeedForward(D, F, activation="silu", rngs=rngs()))
     np.testing.assert_array_equal(feed_forward(x), ops.feed_forward(plain(feed_forward), x, activation="silu"))
-    norm = moved(LayerNorm(D, eps=0.1, rngs=rngs()))
+    norm = filled(lambda: LayerNorm(D, eps=0.1, rngs=rngs()))
     np.testing.assert_array_equal(norm(x), ops.layer_norm(plain(norm), x, eps=0.1))
 
 
 def test_dropout_of_attention_is_on_with_a_key():
-    attention, x, key = MultiHeadAttention(D, N, rngs=rngs()), normal(1, B, T, D), jax.random.key(0)
+    """B20"""
+    attention, x, key = filled(lambda: MultiHeadAttention(D, N, rngs=rngs())), normal(1, B, T, D), jax.random.key(0)
+    run = jax.jit(lambda rate, key: attention(x, dropout_rate=rate, dropout_key=key), static_argnums=0)
     expected = ops.multi_head_attention(plain(attention), x, x, x, dropout_rate=0.5, dropout_key=key)
-    np.testing.assert_array_equal(attention(x, dropout_rate=0.5, dropout_key=key), expected)
-    np.testing.assert_array_equal(attention(x, dropout_rate=0.5), attention(x))
+    np.testing.assert_allclose(run(0.5, key), expected, **FLOAT32)
+    np.testing.assert_array_equal(run(0.5, None), run(0.0, None))
+    assert (run(0.5, key) != run(0.0, None)).any()
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_an_encoder_is_its_blocks_one_after_another(norm):
     settings = BlockSettings(norm=norm, activation="gelu", norm_eps=0.1)
-    encoder, x = moved(Encoder(SIZES, settings, L, rngs=rngs())), normal(1, B, T, D)
+    encoder, x = filled(lambda: Encoder(SIZES, settings, L, rngs=rngs())), normal(1, B, T, D)
     ids = jnp.asarray([[1, 1, 0], [1, 1, 1]], jnp.int32)
     mask = AttentionMask(query_segment_ids=ids, key_segment_ids=ids)
-    block, params = EncoderBlock(SIZES, settings, rngs=rngs()), plain(encoder)
-    states, weights = [x], []
-    for layer in range(L):
-        nnx.update(block, jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["layers"]))
-        h = states[-1] if norm == "post" else ops.layer_norm(plain(block.attention_norm), states[-1], eps=0.1)
-        heads = keys_values(plain(block.attention), h, h)
-        query = jnp.einsum("BTD,DNH->BTNH", h, block.attention.query[...]) + block.attention.query_bias[...][None, None]
-        weights.append(ops.attention_weights(query, heads.key, mask=mask))
-        states.append(block(states[-1], mask=mask))
-    if norm == "pre":
-        states[-1] = ops.layer_norm(params["norm"], states[-1], eps=0.1)
-    np.testing.assert_allclose(encoder(x, mask=mask), states[-1], **FLOAT32)
-    np.testing.assert_allclose(encoder.hidden_states(x, mask=mask), jnp.stack(states), **FLOAT32)
-    for layer in range(L):
-        np.testing.assert_allclose(encoder.attention_weights(x, layer, mask=mask), weights[layer], **FLOAT32)
+    graph, params = nnx.graphdef(nnx.eval_shape(lambda: EncoderBlock(SIZES, settings, rngs=rngs()))), plain(encoder)
+
+    @jax.jit
+    def blocks(x):
+        """The state after every block, and the weights in it."""
+        states, weights = [x], []
+        for layer in range(L):
+            block = nnx.merge(graph, jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["layers"]))
+            weights.append(encoder_block_weights(plain(block), states[-1], mask=mask, settings=settings))
+            states.append(block(states[-1], mask=mask))
+        if norm == "pre":
+            states[-1] = ops.layer_norm(params["norm"], states[-1], eps=0.1)
+        return jnp.stack(states), weights
+
+    @jax.jit
+    def stack(x):
+        return (
+            encoder(x, mask=mask),
+            encoder.hidden_states(x, mask=mask),
+            encoder.attention_weights(x, 1, mask=mask),
+        )
+
+    (states, weights), (output, found, shown) = blocks(x), stack(x)
+    np.testing.assert_allclose(output, states[-1], **FLOAT32)
+    np.testing.assert_allclose(found, states, **FLOAT32)
+    np.testing.assert_allclose(shown, weights[1], **FLOAT32)
     for layer in (-1, L):
         with pytest.raises(ValueError, match=f"layer is {layer}: the stack has layers 0 to {L - 1}"):
             encoder.attention_weights(x, layer, mask=mask)
@@ -154,62 +176,71 @@ def test_an_encoder_is_its_blocks_one_after_another(norm):
 
 def test_a_decoder_is_its_blocks_one_after_another():
     settings = BlockSettings(norm="pre", norm_eps=0.1)
-    decoder, x, encoded = moved(Decoder(SIZES, settings, L, rngs=rngs())), normal(1, B, T, D), normal(2, B, S, D)
-    positions = jnp.asarray([[0, 1, 2]], jnp.int32)
-    mask = AttentionMask(positions, positions, causal=True)
-    cross_mask = jnp.ones((B, 1, 1, S), bool).at[1, :, :, 3:].set(False)
-    masks = {"mask": mask, "cross_mask": cross_mask}
-    block, params = DecoderBlock(SIZES, settings, rngs=rngs()), plain(decoder)
-    states, cross = [x], decoder.cross_keys_values(encoded)
+    decoder = filled(lambda: Decoder(SIZES, settings, L, rngs=rngs()))
+    x, encoded, positions = normal(1, B, T, D), normal(2, B, S, D), jnp.asarray([[0, 1, 2]], jnp.int32)
+    cross_mask = AttentionMask(
+        query_segment_ids=jnp.ones((B, T), jnp.int32), key_segment_ids=jnp.ones((B, S), jnp.int32).at[1, 3:].set(0)
+    )
+    masks = {"mask": AttentionMask(positions, positions, causal=True), "cross_mask": cross_mask}
+    graph, params = nnx.graphdef(nnx.eval_shape(lambda: DecoderBlock(SIZES, settings, rngs=rngs()))), plain(decoder)
+
+    @jax.jit
+    def blocks(x, encoded):
+        """The state after every block, and the encoder's output projected for each."""
+        states, cross = [x], []
+        for layer in range(L):
+            block = nnx.merge(graph, jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["layers"]))
+            cross.append(keys_values(plain(block.cross_attention), encoded, encoded))
+            states.append(block(states[-1], encoded, **masks))
+        return jnp.stack([*states[:-1], ops.layer_norm(params["norm"], states[-1], eps=0.1)]), cross
+
+    @jax.jit
+    def stack(x, encoded):
+        weights = decoder.attention_weights(x, encoded, 1, **masks)
+        states = decoder.hidden_states(x, encoded, **masks)
+        return decoder(x, encoded, **masks), states, decoder.cross_keys_values(encoded), weights
+
+    states, cross = blocks(x, encoded)
+    output, found, projected, (own, other) = stack(x, encoded)
+    np.testing.assert_allclose(output, states[-1], **FLOAT32)
+    np.testing.assert_allclose(found, states, **FLOAT32)
     for layer in range(L):
-        nnx.update(block, jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["layers"]))
-        states.append(block(states[-1], encoded, **masks))
-        projected = keys_values(plain(block.cross_attention), encoded, encoded)
-        np.testing.assert_allclose(cross.key[layer], projected.key, **FLOAT32)
-        np.testing.assert_allclose(cross.value[layer], projected.value, **FLOAT32)
-    states[-1] = ops.layer_norm(params["norm"], states[-1], eps=0.1)
-    np.testing.assert_allclose(decoder(x, encoded, **masks), states[-1], **FLOAT32)
-    np.testing.assert_allclose(decoder.hidden_states(x, encoded, **masks), jnp.stack(states), **FLOAT32)
-    own, other = decoder.attention_weights(x, encoded, 1, **masks)
+        for one, whole in zip(cross[layer], projected, strict=True):
+            np.testing.assert_allclose(whole[layer], one, **FLOAT32)
     assert own.shape == (B, N, T, T) and other.shape == (B, N, T, S)
     np.testing.assert_array_equal(np.asarray(own) > 0, np.broadcast_to(np.tril(np.ones((T, T), bool)), own.shape))
-    assert not other[1, ..., 3:].any()
+    assert not np.asarray(other)[1, ..., 3:].any() and (np.asarray(other)[0] > 0).all()
 
 
-def moved(module):
-    """The module with every parameter away from its initial value."""
-    leaves, tree = jax.tree.flatten(plain(module))
-    leaves = [leaf + normal(seed, *leaf.shape) / 3 for seed, leaf in enumerate(leaves)]
-    nnx.update(module, jax.tree.unflatten(tree, leaves))
-    return module
+def test_layers_start_differently_and_with_the_scale_of_one_layer():
+    """Xavier's bounds by fan in and out of one layer; query, key and value have half of that variance."""
+    D, N, H, L = 29, 5, 7, 11
+    attention = plain(stacked(lambda rngs: MultiHeadAttention(D, N, d_k=H, rngs=rngs), L, rngs=rngs()))
+    for name, share in {"query": 0.5, "key": 0.5, "value": 0.5, "output": 1.0}.items():
+        array = np.asarray(attention[name])
+        assert array.shape[0] == L and array.dtype == np.float32
+        assert len({layer.tobytes() for layer in array}) == L, name
+        assert_xavier(array, 6 * share / (D + N * H))
+        assert attention[f"{name}_bias"].shape[0] == L and not np.asarray(attention[f"{name}_bias"]).any()
+    assert len({np.asarray(attention[name]).tobytes() for name in ("query", "key", "value")}) == 3
 
 
-def test_layers_of_a_stack_start_differently():
-    params = plain(Decoder(SIZES, BlockSettings(), 3, rngs=rngs()))["layers"]
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        assert leaf.shape[0] == 3 and leaf.dtype == jnp.float32
-        if leaf.ndim > 2 or "up'" in str(path) or "down'" in str(path):  # weights; norms and biases are constants
-            assert len({row.tobytes() for row in np.asarray(leaf)}) == 3, path
-    matrices = [np.asarray(params[name]["query"]).tobytes() for name in ("attention", "cross_attention")]
-    assert matrices[0] != matrices[1]
-
-
-def test_initial_values_have_the_scale_of_one_layer():
-    """Xavier's bounds by fan in and out; the layer axis counts for neither, and query, key, value have half the variance."""
-    D, N, H, F = 29, 5, 7, 53
-    layers = plain(Encoder(BlockSizes(D, F, N, d_k=H), BlockSettings(), 11, rngs=rngs()))["layers"]
-    fans = {"query": 0.5, "key": 0.5, "value": 0.5, "output": 1.0}
-    limits = {name: (6 * share / (D + N * H)) ** 0.5 for name, share in fans.items()}
-    arrays = [(layers["attention"][name], limit) for name, limit in limits.items()]
-    arrays += [(layers["feed_forward"][name], (6 / (D + F)) ** 0.5) for name in ("up", "down")]
-    for array, limit in arrays:
-        assert 0.98 * limit < np.abs(array).max() <= limit
-        np.testing.assert_allclose(np.std(array), limit / 3**0.5, rtol=0.03)
-    constants = {name: leaf for name, leaf in layers["attention"].items() if name.endswith("bias")}
-    assert len(constants) == 4 and not any(leaf.any() for leaf in constants.values())
-    assert (layers["attention_norm"]["scale"] == 1).all() and not layers["attention_norm"]["bias"].any()
+def test_initial_values():
+    feed_forward = plain(FeedForward(61, 67, rngs=rngs()))
+    for name in ("up", "down"):
+        assert_xavier(np.asarray(feed_forward[name]), 6 / (61 + 67))
+        assert not np.asarray(feed_forward[f"{name}_bias"]).any()
+    norm = plain(LayerNorm(D, eps=1e-5, rngs=rngs()))
+    assert (np.asarray(norm["scale"]) == 1).all() and not np.asarray(norm["bias"]).any()
     table = Embedding(1009, 31, rngs=rngs()).table[...]
     np.testing.assert_allclose(np.std(table), 31**-0.5, rtol=0.03)
+
+
+def assert_xavier(array, square):
+    """Uniform between plus and minus the root of `square`."""
+    limit = square**0.5
+    assert 0.98 * limit < np.abs(array).max() <= limit
+    np.testing.assert_allclose(np.std(array), limit / 3**0.5, rtol=0.03)
 
 
 def test_every_axis_has_a_name():

@@ -12,20 +12,17 @@ from tfm_jax import oracle
 from tfm_jax.ops import (
     AttentionMask,
     BlockSettings,
-    causal_mask,
     decoder_block,
     encoder_block,
     feed_forward,
     layer_norm,
     multi_head_attention,
-    padding_mask,
 )
 from tfm_jax.ops.blocks import decoder_block_weights, encoder_block_weights, keys_values
 
 B, T, S, D, N, H, E, F = 2, 5, 7, 11, 3, 2, 4, 13
 FLOAT32 = {"rtol": 1e-5, "atol": 2e-6}
 SETTINGS = {norm: BlockSettings(norm=norm, norm_eps=1e-3, activation="gelu") for norm in ("post", "pre")}
-encode = jax.jit(encoder_block, static_argnames="settings")
 
 
 def normal(rng, *shape):
@@ -58,19 +55,30 @@ def block_params(*names):
 
 
 def inputs():
-    """x, the encoder's output, and masks by position and by segment, whose last row ends with padding."""
+    """x, the encoder's output, and the masks of both attentions; the last row ends with padding."""
     rng = np.random.default_rng(1)
     segments = jnp.asarray([[1] * T, [1, 1, 1, 0, 0]], jnp.int32)
     source_segments = jnp.asarray([[1] * S, [1, 1, 1, 1, 0, 0, 0]], jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    mask = causal_mask(positions, positions) & padding_mask(segments, segments)
-    return normal(rng, B, T, D), normal(rng, B, S, D), mask, padding_mask(segments, source_segments)
+    mask = AttentionMask(positions, positions, segments, segments, causal=True)
+    cross_mask = AttentionMask(query_segment_ids=segments, key_segment_ids=source_segments)
+    return normal(rng, B, T, D), normal(rng, B, S, D), mask, cross_mask
+
+
+@functools.partial(jax.jit, static_argnames="settings")
+def encode(params, x, mask, settings, key=None):
+    return encoder_block(params, x, mask=mask, settings=settings, key=key)
 
 
 @functools.partial(jax.jit, static_argnames="settings")
 def decode(params, x, encoded, mask, cross_mask, settings, key=None):
     cross = keys_values(params["cross_attention"], encoded, encoded)
     return decoder_block(params, x, cross, mask=mask, cross_mask=cross_mask, settings=settings, key=key)[0]
+
+
+def alone(row):
+    """A batch of one row."""
+    return jax.tree.map(lambda x: x[None], row)
 
 
 def shown(settings):
@@ -149,13 +157,13 @@ def test_the_two_gelus_differ_as_published():
         np.testing.assert_allclose(feed_forward(one, jnp.ones((1, 1, 1)), activation=activation)[0, 0], expected, 1e-6)
 
 
+@pytest.mark.parametrize("widths", [(D, D, D), (D, 19, 23), (17, 19, 23)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-def test_multi_head_attention_is_the_oracles(bias):
-    """Query, key and value from three places with three widths; d_v is not d_k."""
+def test_multi_head_attention_is_the_oracles(widths, bias):
+    """Query, key and value from three places, of three widths; d_v is not d_k."""
     rng = np.random.default_rng(0)
-    params = attention_params(rng, widths=(17, 19, 23), bias=bias)
-    query, key, value = normal(rng, B, T, 17), normal(rng, B, S, 19), normal(rng, B, S, 23)
-    mask = inputs()[3]
+    params, mask = attention_params(rng, widths=widths, bias=bias), inputs()[3].array()
+    query, key, value = (normal(rng, B, length, width) for length, width in zip((T, S, S), widths, strict=True))
     output = jax.jit(multi_head_attention)(params, query, key, value, mask=mask)
     assert output.shape == (B, T, D)
     np.testing.assert_allclose(output, oracle.multi_head_attention(params, query, key, value, mask=mask), **FLOAT32)
@@ -164,23 +172,40 @@ def test_multi_head_attention_is_the_oracles(bias):
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_encoder_block_is_the_oracles(norm):
     params, (x, _, mask, _), settings = block_params("attention"), inputs(), SETTINGS[norm]
-    expected = oracle.encoder_block(params, x, mask=mask, **shown(settings))
-    batch = encode(params, x, mask=mask, settings=settings)
+    expected = oracle.encoder_block(params, x, mask=mask.array(), **shown(settings))
+    batch = encode(params, x, mask, settings)
     np.testing.assert_allclose(batch, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(encoder_block(params, x, mask=mask, settings=settings), batch, **FLOAT32)  # I01
-    row = lambda x, mask: encoder_block(params, x[None], mask=mask[None], settings=settings)[0]  # noqa: E731
-    np.testing.assert_allclose(jax.jit(jax.vmap(row))(x, mask), batch, **FLOAT32)  # I02
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_decoder_block_is_the_oracles(norm):
     params, arrays, settings = block_params("attention", "cross_attention"), inputs(), SETTINGS[norm]
     x, encoded, mask, cross_mask = arrays
-    expected = oracle.decoder_block(params, x, encoded, mask=mask, cross_mask=cross_mask, **shown(settings))
+    masks = {"mask": mask.array(), "cross_mask": cross_mask.array()}
+    expected = oracle.decoder_block(params, x, encoded, **masks, **shown(settings))
     batch = decode(params, *arrays, settings)
     np.testing.assert_allclose(batch, expected, rtol=1e-5, atol=1e-5)
-    row = lambda *rows: decode(params, *(x[None] for x in rows), settings)[0]  # noqa: E731
-    np.testing.assert_allclose(jax.jit(jax.vmap(row))(*arrays), batch, **FLOAT32)  # I02
+
+
+def test_vmap_over_rows_is_the_batch():
+    """I02"""
+    params, arrays, settings = block_params("attention", "cross_attention"), inputs(), SETTINGS["pre"]
+    x, _, mask, _ = arrays
+    row = jax.vmap(lambda *row: encode(params, *alone(row), settings)[0])
+    np.testing.assert_allclose(jax.jit(row)(x, mask), encode(params, x, mask, settings), **FLOAT32)
+    row = jax.vmap(lambda *row: decode(params, *alone(row), settings)[0])
+    np.testing.assert_allclose(jax.jit(row)(*arrays), decode(params, *arrays, settings), **FLOAT32)
+
+
+def test_blocks_take_masks_as_arrays_too():
+    """One for T keys and one for S keys in the same call."""
+    params, (x, encoded, mask, cross_mask) = block_params("attention", "cross_attention"), inputs()
+    settings = SETTINGS["pre"]
+    arrays = mask.array(), cross_mask.array()
+    np.testing.assert_allclose(encode(params, x, arrays[0], settings), encode(params, x, mask, settings), **FLOAT32)
+    expected = decode(params, x, encoded, mask, cross_mask, settings)
+    np.testing.assert_allclose(decode(params, x, encoded, *arrays, settings), expected, **FLOAT32)
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
@@ -196,7 +221,7 @@ def test_the_weights_of_blocks_are_the_oracles(norm):
             np.einsum("BTD,DNH->BTNH", x, params[name][of]) + np.asarray(params[name][f"{of}_bias"])
             for of, x in (("query", query), ("key", key))
         )
-        return oracle.attention_weights(query, key, mask=mask)
+        return oracle.attention_weights(query, key, mask=mask.array())
 
     def entered(name, x):
         return oracle.layer_norm(params[f"{name}_norm"], x, eps=settings.norm_eps) if norm == "pre" else np.asarray(x)
@@ -205,7 +230,7 @@ def test_the_weights_of_blocks_are_the_oracles(norm):
     expected = weights("attention", h, h, mask)
     own = jax.jit(encoder_block_weights, static_argnames="settings")(params, x, mask=mask, settings=settings)
     np.testing.assert_allclose(own, expected, **FLOAT32)
-    attended = oracle.multi_head_attention(params["attention"], h, h, h, mask=mask) + np.asarray(x)
+    attended = oracle.multi_head_attention(params["attention"], h, h, h, mask=mask.array()) + np.asarray(x)
     if norm == "post":
         attended = oracle.layer_norm(params["attention_norm"], attended, eps=settings.norm_eps)
     cross = keys_values(params["cross_attention"], encoded, encoded)
@@ -218,10 +243,9 @@ def test_the_weights_of_blocks_are_the_oracles(norm):
 
 
 def test_an_unknown_norm_placement_is_refused():
-    params, (x, _, mask, _) = block_params("attention"), inputs()
+    params, (x, _, mask, _), settings = block_params("attention"), inputs(), BlockSettings()
+    object.__setattr__(settings, "norm", "sandwich")  # past the annotation, as a user without a type checker
     with pytest.raises(ValueError, match="'pre' or 'post', got 'sandwich'"):
-        settings = BlockSettings()
-        object.__setattr__(settings, "norm", "sandwich")  # past the annotation, as a user without a type checker
         encoder_block(params, x, mask=mask, settings=settings)
 
 
@@ -230,8 +254,8 @@ def test_without_positions_the_encoder_knows_no_order(norm):
     """I09"""
     params, (x, *_) = block_params("attention"), inputs()
     order = np.asarray([3, 0, 4, 1, 2])
-    permuted = encode(params, x[:, order], mask=None, settings=SETTINGS[norm])
-    np.testing.assert_allclose(permuted, encode(params, x, mask=None, settings=SETTINGS[norm])[:, order], **FLOAT32)
+    permuted = encode(params, x[:, order], None, SETTINGS[norm])
+    np.testing.assert_allclose(permuted, encode(params, x, None, SETTINGS[norm])[:, order], **FLOAT32)
 
 
 def test_rows_of_a_batch_do_not_reach_each_other():
@@ -248,15 +272,13 @@ def test_rows_of_a_batch_do_not_reach_each_other():
     np.testing.assert_array_equal(reached, expected)
 
 
-@pytest.mark.parametrize("norm", ["post", "pre"])
-def test_gradients_are_finite_where_rows_are_dead(norm):
+def test_gradients_are_finite_where_rows_are_dead():
     """I11, B01: padding queries see nothing at all."""
     params, arrays = block_params("attention", "cross_attention"), inputs()
-    loss = (
-        lambda params, x, encoded: jnp.square(  # noqa: E731
-            decode(params, x, encoded, *arrays[2:], SETTINGS[norm])
-        ).sum()
-    )
+
+    def loss(params, x, encoded):
+        return jnp.square(decode(params, x, encoded, *arrays[2:], SETTINGS["post"])).sum()
+
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(params, *arrays[:2])
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
     assert not gradients[2][1, 4:].any()
@@ -268,14 +290,11 @@ def test_every_site_of_dropout_needs_a_rate_and_a_key(site):
     params, arrays = block_params("attention", "cross_attention"), inputs()
     x, _, mask, _ = arrays
     off, on = SETTINGS["pre"], replace(SETTINGS["pre"], **{site: 0.5})
-    encoded, decoded = encode(params, x, mask=mask, settings=off), decode(params, *arrays, off)
-    np.testing.assert_array_equal(encode(params, x, mask=mask, settings=on), encoded)
-    np.testing.assert_array_equal(decode(params, *arrays, on), decoded)
     one, other = jax.random.split(jax.random.key(0))
-    for run, expected in (
-        (lambda key: encode(params, x, mask=mask, settings=on, key=key), encoded),
-        (lambda key: decode(params, *arrays, on, key=key), decoded),
-    ):
-        assert (run(one) != expected).any() and (run(one) != run(other)).any()
-        np.testing.assert_array_equal(run(one), run(one))
-    np.testing.assert_allclose(encode(params, x, mask=mask, settings=off, key=one), encoded, **FLOAT32)
+    encoder = lambda settings, key: encode(params, x, mask, settings, key)  # noqa: E731
+    decoder = lambda settings, key: decode(params, *arrays, settings, key)  # noqa: E731
+    for run in (encoder, decoder):
+        program = lambda settings, key, run=run: str(jax.make_jaxpr(lambda: run(settings, key))())  # noqa: E731
+        assert program(on, None) == program(off, None) != program(on, one)
+    assert (decoder(on, one) != decoder(off, None)).any() and (decoder(on, one) != decoder(on, other)).any()
+    np.testing.assert_array_equal(decoder(on, one), decoder(on, one))

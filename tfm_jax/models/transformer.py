@@ -14,6 +14,7 @@ from tfm_jax.nn.attention import head_size
 from tfm_jax.nn.blocks import BlockSizes, Decoder, Encoder
 from tfm_jax.nn.layers import Embedding, param, xavier_uniform, zeros
 from tfm_jax.ops import AttentionMask, BlockSettings, KeyValue, KVCache, dropout, sinusoidal_positions
+from tfm_jax.ops.blocks import vocabulary_logits
 from tfm_jax.sharding import constrain
 
 Tokens = Int[Array, "B T"]
@@ -115,8 +116,8 @@ class Transformer(nnx.Module):
         self.encoder = Encoder(sizes, settings, config.num_encoder_layers, rngs=rngs)
         self.decoder = Decoder(sizes, settings, config.num_decoder_layers, rngs=rngs)
         if tied in ("source_target", "none"):
-            shape = (config.d_model, config.vocab_size)
-            self.head = param(shape, axes=("embed", "vocab"), init=xavier_uniform(), rngs=rngs)
+            shape = (config.vocab_size, config.d_model)
+            self.head = param(shape, axes=("vocab", "embed"), init=xavier_uniform(), rngs=rngs)
         if config.head_bias:
             self.head_bias = param((config.vocab_size,), axes=("vocab",), init=zeros, rngs=rngs)
 
@@ -262,7 +263,7 @@ class Transformer(nnx.Module):
         if self.config.tied_embeddings in ("all", "target_output"):
             logits = self.embedding.attend(x)
         else:
-            logits = jnp.einsum("BTD,DV->BTV", x, self.head[...], preferred_element_type=jnp.float32)
+            logits = vocabulary_logits(x, self.head[...])
         if self.config.head_bias:
             logits = logits + self.head_bias[...][None, None]
         return constrain(logits, "batch", None, "vocab")

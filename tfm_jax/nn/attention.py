@@ -6,11 +6,13 @@ from jaxtyping import Array, Float, Key
 
 from tfm_jax.nn.layers import param, plain, zeros
 from tfm_jax.ops import blocks
-from tfm_jax.ops.attention import Mask
+from tfm_jax.ops.blocks import Mask
 
 
 def head_size(d_model: int, num_heads: int, d_k: int | None) -> int:
     """d_k where it is given, else d_model / num_heads; raises `ValueError` when that is not whole."""
+    if num_heads < 1 or (d_k is not None and d_k < 1):
+        raise ValueError(f"num_heads is {num_heads}, d_k {d_k}: both are at least 1")
     if d_k is not None:
         return d_k
     if d_model % num_heads:

@@ -11,8 +11,7 @@ from jaxtyping import Array, Float, Int, Key
 from tfm_jax.nn.attention import MultiHeadAttention
 from tfm_jax.nn.layers import FeedForward, LayerNorm, plain
 from tfm_jax.ops import blocks
-from tfm_jax.ops.attention import Mask
-from tfm_jax.ops.blocks import BlockSettings
+from tfm_jax.ops.blocks import BlockSettings, Mask
 from tfm_jax.ops.cache import KeyValue
 from tfm_jax.sharding import constrain
 

@@ -39,7 +39,7 @@ class Embedding(nnx.Module):
 
     def attend(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits x E^T of the output layer that shares this table (Press and Wolf 2017), in float32."""
-        return jnp.einsum("BTD,VD->BTV", x, self.table[...].astype(x.dtype), preferred_element_type=jnp.float32)
+        return blocks.vocabulary_logits(x, self.table[...])
 
 
 class LayerNorm(nnx.Module):
@@ -64,5 +64,7 @@ class FeedForward(nnx.Module):
         self.down = param((d_ff, d_model), axes=("mlp", "embed"), init=xavier_uniform(), rngs=rngs)
         self.down_bias = param((d_model,), axes=(None,), init=zeros, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"], *, key: Key[Array, ""] | None = None) -> Float[Array, "B T D"]:
-        return blocks.feed_forward(plain(self), x, activation=self.activation, key=key)
+    def __call__(
+        self, x: Float[Array, "B T D"], *, dropout_rate: float = 0.0, key: Key[Array, ""] | None = None
+    ) -> Float[Array, "B T D"]:
+        return blocks.feed_forward(plain(self), x, activation=self.activation, dropout_rate=dropout_rate, key=key)

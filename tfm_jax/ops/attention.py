@@ -29,8 +29,13 @@ def dot_product_attention(
     A query that may attend to nothing gives zeros and zero gradients. What stands in a slot that no query may see
     never matters, NaN included. Dropout acts on the weights and only with a key.
 
-    Raises `ValueError` for heads that do not divide and for a mask that is not boolean.
+    Raises `ValueError` for shapes and heads that do not go together, a rate outside [0, 1) and a mask that is not
+    boolean.
     """
+    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0]:
+        raise ValueError(
+            f"query {query.shape}, key {key.shape}, value {value.shape}: B T N H, B S K H, B S K E are expected"
+        )
     visible = _visible(mask, bias)
     if visible is not None:
         # 0 * NaN is NaN: the products of forward and backward pass are clean only if what they ignore is finite.
@@ -39,7 +44,7 @@ def dot_product_attention(
             seen_BSN1 = seen_BSN1.any(axis=2, keepdims=True)
         key, value = jnp.where(seen_BSN1, key, 0), jnp.where(seen_BSN1, value, 0)
     weights_BNTS = attention_weights(query, key, mask=visible, bias=bias, scale=scale)
-    if dropout_key is not None and dropout_rate > 0.0:
+    if dropout_key is not None and dropout_rate != 0.0:
         keep = keep_mask(dropout_key, weights_BNTS.shape, dropout_rate)
         weights_BNTS = jnp.where(keep, weights_BNTS / (1.0 - dropout_rate), 0.0)
     B, N, T, S = weights_BNTS.shape

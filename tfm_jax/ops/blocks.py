@@ -8,11 +8,12 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
-from tfm_jax.ops.attention import Mask, attention_weights, dot_product_attention
+from tfm_jax.ops.attention import attention_weights, dot_product_attention
 from tfm_jax.ops.cache import KeyValue, write
 from tfm_jax.ops.dropout import dropout
+from tfm_jax.ops.masks import AttentionMask
 
 ACTIVATIONS = {
     "relu": jax.nn.relu,
@@ -21,6 +22,7 @@ ACTIVATIONS = {
     "silu": jax.nn.silu,
 }
 Dropout = Key[Array, ""] | None
+Mask = AttentionMask | Bool[Array, "_ _ _ _"] | None  # one name for masks of different lengths
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def keys_values(params: dict, key: Float[Array, "B S Dk"], value: Float[Array, "
 
 def attend(
     params: dict,
-    query: Float[Array, "B T D"],
+    query: Float[Array, "B T Dq"],
     projected: KeyValue,
     *,
     mask: Mask = None,
@@ -106,6 +108,29 @@ def head_weights(
 ) -> Float[Array, "B N T S"]:
     """The attention weights that `attend` applies."""
     return attention_weights(_heads(params, "query", query), projected.key, mask=mask)
+
+
+@jax.custom_vjp
+def vocabulary_logits(x: Float[Array, "B T D"], table: Float[Array, "V D"]) -> Float[Array, "B T V"]:
+    """x E^T in float32: the output layer, its table the embedding's or its own."""
+    return jnp.einsum("BTD,VD->BTV", x, table, preferred_element_type=jnp.float32)
+
+
+def _vocabulary_logits_forward(x, table):
+    return vocabulary_logits(x, table), (x, table)
+
+
+def _vocabulary_logits_backward(residuals, gradient_BTV):
+    x, table = residuals
+    gradient_BTV = gradient_BTV.astype(x.dtype)
+    # asked for as D V and transposed after: as V D, XLA transposes the gradient, the largest array of a train step,
+    # which takes longer than the product
+    table_gradient_DV = jnp.einsum("BTD,BTV->DV", x, gradient_BTV, preferred_element_type=jnp.float32)
+    x_gradient = jnp.einsum("BTV,VD->BTD", gradient_BTV, table, preferred_element_type=jnp.float32)
+    return x_gradient.astype(x.dtype), table_gradient_DV.T.astype(table.dtype)
+
+
+vocabulary_logits.defvjp(_vocabulary_logits_forward, _vocabulary_logits_backward)
 
 
 def encoder_block(

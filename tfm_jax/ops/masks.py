@@ -45,7 +45,11 @@ class AttentionMask:
     causal: bool = field(default=False, metadata={"static": True})
 
     def array(self) -> Bool[Array, "_ 1 T S"] | None:
-        """The boolean array, its batch axis 1 where no fact differs between rows; None where everything is visible."""
+        """The boolean array, its batch axis 1 where no fact differs between rows; None where everything is visible.
+
+        Raises `ValueError` where half of a fact is missing.
+        """
+        self._check()
         masks = []
         if self.causal:
             masks.append(causal_mask(self.query_positions, self.key_positions))
@@ -54,3 +58,10 @@ class AttentionMask:
         if not masks:
             return None
         return masks[0] if len(masks) == 1 else masks[0] & masks[1]
+
+    def _check(self):
+        # not when built: transformations rebuild the mask around what are not arrays
+        if (self.query_segment_ids is None) != (self.key_segment_ids is None):
+            raise ValueError("segment ids are given for one side: query_segment_ids and key_segment_ids go together")
+        if self.causal and (self.query_positions is None or self.key_positions is None):
+            raise ValueError("a causal mask compares positions: give query_positions and key_positions")

@@ -1,0 +1,147 @@
+"""The command line: as many lines out as in, scores as JSON, and errors in one line."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tfm_jax
+from tests.train.killed_run import TRAIN, VALIDATION, tiny_run
+from tfm_jax import __main__ as command_line
+from tfm_jax.decode.text import BLANK, Translation, translate
+from tfm_jax.train import loop
+from tfm_jax.train.run import load
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A run that has only begun, so that its outputs are anything."""
+    run = tiny_run(tmp_path_factory.mktemp("main") / "run", steps=2)
+    return loop.fit(run, train=TRAIN, validation=VALIDATION).directory
+
+
+def process(*arguments, stdin=b""):
+    """A process of its own, as a user starts it: outside the repository."""
+    command = [sys.executable, "-m", "tfm_jax", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, input=stdin, env=environment, cwd="/", capture_output=True)
+
+
+@pytest.fixture
+def call(monkeypatch, capsysbinary):
+    """The same in this process: (exit status or message, stdout)."""
+
+    def run(*arguments, stdin=b""):
+        monkeypatch.setattr(sys, "argv", ["tfm_jax", *map(str, arguments)])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                sys, "stdin", type("Stdin", (), {"buffer": type("Buffer", (), {"read": lambda self: stdin})()})
+            )
+            try:
+                command_line.main()
+                code = 0
+            except SystemExit as end:
+                code = end.code
+        return code, capsysbinary.readouterr().out
+
+    return run
+
+
+def test_as_many_lines_out_as_in_with_blank_lines_blank(directory):
+    """B42: line ends of Windows, a byte order mark, any script, white space, and no end of the last line."""
+    stdin = "\ufeffabc\r\n\r\nГруша 日本\n \t\ngfe\n\n\u2028\nab\rc".encode()
+    done = process("translate", "--run", directory, stdin=stdin)
+    assert done.returncode == 0, done.stderr.decode()
+    lines = done.stdout.decode().split("\n")
+    assert lines.pop() == "" and len(lines) == 8
+    inputs = ["abc", "", "Груша 日本", " \t", "gfe", "", "\u2028", "ab\rc"]
+    assert [i for i, line in enumerate(lines) if not line.strip()][:4] == [1, 3, 5, 6]
+    found = translate(*load(directory), inputs, decode=tiny_run("").decode)
+    assert lines == [best[0].text.replace("\n", " ") for best in found]
+    assert b"Traceback" not in done.stderr and b"\x1b" not in done.stderr
+
+
+def test_a_missing_run_is_one_line_and_a_failure(tmp_path):
+    done = process("translate", "--run", tmp_path / "no run", stdin=b"abc\n")
+    assert done.returncode == 1
+    assert done.stdout == b""
+    (line,) = done.stderr.decode().splitlines()
+    assert line.startswith("error: ") and "no run" in line
+
+
+def test_nothing_in_nothing_out(directory, call):
+    assert call("translate", "--run", directory) == (0, b"")
+
+
+def test_a_line_end_that_a_model_writes_is_no_line(directory, call, monkeypatch):
+    rows = [[Translation("a\nb", -1.0, (5, 2), True)], [BLANK]]
+    monkeypatch.setattr(command_line, "translate_lines", lambda *_, **__: rows)
+    assert call("translate", "--run", directory, stdin=b"x\n\n") == (0, b"a b\n\n")
+
+
+def test_beams_replace_those_of_the_run(directory, call, monkeypatch):
+    asked = []
+
+    def spy(*_, decode, **__):
+        asked.append(decode)
+        return []
+
+    monkeypatch.setattr(command_line, "translate_lines", spy)
+    call("translate", "--run", directory)
+    call("translate", "--run", directory, "--beams", 1)
+    assert [decode.beams for decode in asked] == [2, 1]
+    assert asked[0] == tiny_run("").decode
+
+
+def test_evaluate_prints_scores_as_json(directory, call, tmp_path):
+    (tmp_path / "in").write_text("abc\ngfe\n\n", encoding="utf-8")
+    (tmp_path / "out").write_text("cba\nefg\n\n", encoding="utf-8")
+    code, out = call("evaluate", "--run", directory, "--source", tmp_path / "in", "--target", tmp_path / "out")
+    assert code == 0
+    scores = json.loads(out)
+    assert set(scores) == {"bleu", "bleu_signature", "chrf", "exact_match", "examples"}
+    assert scores["examples"] == 3 and scores["exact_match"] >= 1 / 3
+
+
+@pytest.mark.parametrize(
+    "arguments, stdin, said",
+    [
+        (["--beams", "0"], b"abc\n", "decode.beams is 0"),
+        ([], b"abc\n\xff\n", "stdin:2: "),
+        ([], b"abc\n" + b"a" * 99 + b"\n", "stdin:2: the line has 101 tokens"),
+    ],
+)
+def test_what_is_wrong_with_the_input_is_said_in_a_line(directory, call, arguments, stdin, said):
+    code, out = call("translate", "--run", directory, *arguments, stdin=stdin)
+    assert code.startswith("error: ") and said in code and "\n" not in code
+    assert out == b""
+
+
+def test_texts_that_do_not_go_together_are_refused(directory, call, tmp_path):
+    (tmp_path / "in").write_text("abc\n")
+    (tmp_path / "out").write_text("cba\nefg\n")
+    arguments = ("evaluate", "--run", directory, "--source", tmp_path / "in", "--target")
+    assert "has 1 lines" in call(*arguments, tmp_path / "out")[0]
+    assert "does not exist" in call(*arguments, tmp_path / "missing")[0]
+
+
+def test_damaged_parameters_are_said_in_a_line(directory, call, tmp_path):
+    copy = shutil.copytree(directory, tmp_path / "copy")
+    (copy / "parameters" / "_CHECKPOINT_METADATA").write_text("{}")
+    code, out = call("translate", "--run", copy, stdin=b"abc\n")
+    assert str(code).startswith("error: ") and "damaged" in code and out == b""
+
+
+def test_every_public_name_is_there():
+    for name in tfm_jax.__all__:
+        assert getattr(tfm_jax, name) is not None
+    assert set(tfm_jax.__all__) <= set(dir(tfm_jax))
+    assert tfm_jax.fit is loop.fit and tfm_jax.translate is translate and tfm_jax.load is load
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'.*TransformerConfig"):
+        _ = tfm_jax.Trainer

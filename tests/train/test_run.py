@@ -1,0 +1,143 @@
+"""A run directory is enough: model, parameters and tokenizer by its path alone, wherever it is and however far."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import tfm_jax
+from tests.train.killed_run import MODEL, TRAIN, VALIDATION, tiny_run
+from tfm_jax.config import to_dict
+from tfm_jax.models import build
+from tfm_jax.train import loop
+from tfm_jax.train.run import load, open_run, read_config, write_result
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    run = tiny_run(tmp_path_factory.mktemp("run") / "run", steps=2, final="best")
+    return loop.fit(run, train=TRAIN, validation=VALIDATION)
+
+
+@pytest.fixture
+def copy(fitted, tmp_path):
+    return shutil.copytree(fitted.directory, tmp_path / "elsewhere" / "moved")
+
+
+def assert_loads(directory, fitted):
+    model, params, tokenizer = load(directory)
+    assert model == fitted.model == build(MODEL)
+    jax.tree.map(np.testing.assert_array_equal, params, fitted.params)
+    assert tokenizer.encode(["abc ü"]) == fitted.tokenizer.encode(["abc ü"])
+    return params
+
+
+def edit(directory, change):
+    path = directory / "config.json"
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def test_a_finished_run_loads_by_its_path(fitted):
+    params = assert_loads(str(fitted.directory), fitted)
+    assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(params)} == {1}
+    assert tfm_jax.load is load
+
+
+def test_a_moved_run_loads_and_continues(copy, fitted):
+    """Only the place may differ from config.json, and config.json stays as it is."""
+    shutil.move(fitted.directory, fitted.directory.with_name("away"))
+    try:
+        assert_loads(copy, fitted)
+        before = (copy / "config.json").read_bytes()
+        again = loop.fit(tiny_run(copy, steps=2, final="best"), train=TRAIN, validation=VALIDATION)
+        jax.tree.map(np.testing.assert_array_equal, again.params, fitted.params)
+        assert (copy / "config.json").read_bytes() == before
+    finally:
+        shutil.move(fitted.directory.with_name("away"), fitted.directory)
+
+
+def test_a_run_that_has_not_ended_loads_its_newest_checkpoint(copy, fitted):
+    """The directory is only read: a run that is going on there must not notice."""
+    shutil.rmtree(copy / "parameters")
+    before = sorted(copy.rglob("*"))
+    assert_loads(copy, fitted)
+    assert sorted(copy.rglob("*")) == before
+
+
+def test_a_run_without_a_checkpoint_is_refused(copy):
+    shutil.rmtree(copy / "parameters")
+    shutil.rmtree(copy / "checkpoints")
+    with pytest.raises(ValueError, match="no checkpoint yet"):
+        load(copy)
+
+
+def test_a_run_without_a_vocabulary_has_nothing_saved_yet(copy):
+    for name in ("parameters", "checkpoints"):
+        shutil.rmtree(copy / name)
+    (copy / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="yet"):
+        load(copy)
+
+
+def test_no_run_is_refused_by_its_path(tmp_path):
+    for directory in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(ValueError, match="holds no run") as refusal:
+            load(directory)
+        assert str(directory) in str(refusal.value)
+
+
+def test_an_unknown_family_is_refused_with_those_there_are(copy):
+    edit(copy, lambda values: values["model"].update(family="perceptron"))
+    with pytest.raises(ValueError, match="perceptron.*transformer"):
+        load(copy)
+
+
+def test_a_family_that_is_missing_is_refused(copy):
+    edit(copy, lambda values: values["model"].pop("family"))
+    with pytest.raises(ValueError, match="family"):
+        load(copy)
+
+
+@pytest.mark.parametrize(
+    "part, said",
+    [
+        ((), "config: unknown fields .'depth'"),
+        (("model",), "config.model: unknown fields .'depth'"),
+        (("model", "dropout"), "config.model.dropout: unknown fields .'depth'"),
+        (("train",), "config.train: unknown fields .'depth'"),
+    ],
+)
+def test_an_unknown_field_is_refused_by_its_name(copy, part, said):
+    def add(values):
+        for name in part:
+            values = values[name]
+        values["depth"] = 3
+
+    edit(copy, add)
+    with pytest.raises(ValueError, match=said):
+        load(copy)
+
+
+def test_parameters_of_another_model_are_refused(copy):
+    edit(copy, lambda values: values["model"].update(d_ff=16))
+    with pytest.raises(ValueError, match="up.*12.*16"):
+        load(copy)
+
+
+def test_the_configuration_comes_back_equal(tmp_path):
+    run = tiny_run(tmp_path / "run", steps=None, epochs=2)
+    assert open_run(run) == tmp_path / "run"
+    assert read_config(tmp_path / "run") == run
+    assert json.loads((tmp_path / "run" / "config.json").read_text()) == to_dict(run)
+
+
+def test_a_result_is_flat_json_with_its_letters(tmp_path):
+    result = {"bleu": 0.1 + 0.2, "signature": "größer", "steps": 7}
+    path = write_result(tmp_path, result)
+    assert path == tmp_path / "result.json"
+    assert json.loads(path.read_text(encoding="utf-8")) == result
+    assert "größer" in path.read_text(encoding="utf-8")
