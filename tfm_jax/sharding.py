@@ -74,6 +74,12 @@ def batch_shards(mesh: config.Mesh) -> int:
     return mesh.data * mesh.fsdp
 
 
+def batch_is_shared() -> bool:
+    """Whether the mesh in use divides the rows of a batch over several devices."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return any(shape.get(axis, 1) > 1 for axis in ACTIVATION_AXES["batch"])
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Ask the partitioner to lay x out by the logical names of its dimensions; the identity outside a mesh."""
     if jax.sharding.get_abstract_mesh().empty:

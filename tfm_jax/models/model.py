@@ -56,6 +56,14 @@ class Model:
         """
         return self.bind(params)(*tokens, **inputs)
 
+    def features(self, params: dict, *tokens: Array, **inputs: Any) -> Array:
+        """What the output layer reads, `B T D`; arguments as for `apply`."""
+        return self.bind(params).features(*tokens, **inputs)
+
+    def output_layer(self, params: dict) -> tuple[Array, Array | None]:
+        """The table `V D` and the bias `V` (None without) that turn features into logits x E^T + b."""
+        return self.bind(params).output_layer()
+
     def hidden_states(self, params: dict, *tokens: Array, **inputs: Any) -> dict:
         """By stack (encoder, decoder), the input of every layer and the final output, on a first axis."""
         return self.bind(params).hidden_states(*tokens, **inputs)

@@ -133,6 +133,26 @@ class Transformer(nnx.Module):
         key: Key[Array, ""] | None = None,
     ) -> Float[Array, "B T V"]:
         """Logits of the token after each target token. With a key, dropout is on."""
+        inputs = {
+            "source_segment_ids": source_segment_ids,
+            "segment_ids": segment_ids,
+            "source_positions": source_positions,
+            "positions": positions,
+        }
+        return self._logits(self.features(source_tokens, tokens, key=key, **inputs))
+
+    def features(
+        self,
+        source_tokens: SourceTokens,
+        tokens: Tokens,
+        *,
+        source_segment_ids: SourceTokens | None = None,
+        segment_ids: Tokens | None = None,
+        source_positions: SourceTokens | None = None,
+        positions: Tokens | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """The decoder's output, which the output layer reads; arguments as for a call."""
         encoder_key, decoder_key = _two(key)
         encoded = self.encode(
             source_tokens, source_segment_ids=source_segment_ids, source_positions=source_positions, key=encoder_key
@@ -140,7 +160,7 @@ class Transformer(nnx.Module):
         x, masks, stack_key = self._decoder_inputs(
             encoded, tokens, source_segment_ids, segment_ids, positions, decoder_key
         )
-        return self._logits(self.decoder(x, encoded, **masks, key=stack_key))
+        return self.decoder(x, encoded, **masks, key=stack_key)
 
     def encode(
         self,
@@ -259,13 +279,16 @@ class Transformer(nnx.Module):
         x = dropout(x, rate=self.config.dropout.embedding, key=key)
         return constrain(x, "batch", None, None)
 
+    def output_layer(self) -> tuple[Float[Array, "V D"], Float[Array, "V"] | None]:
+        """As `Model.output_layer`."""
+        tied = self.config.tied_embeddings in ("all", "target_output")
+        table = self.embedding.table if tied else self.head
+        return table[...], self.head_bias[...] if self.config.head_bias else None
+
     def _logits(self, x):
-        if self.config.tied_embeddings in ("all", "target_output"):
-            logits = self.embedding.attend(x)
-        else:
-            logits = vocabulary_logits(x, self.head[...])
-        if self.config.head_bias:
-            logits = logits + self.head_bias[...][None, None]
+        table, bias = self.output_layer()
+        logits = vocabulary_logits(x, table)
+        logits = logits if bias is None else logits + bias[None, None]
         return constrain(logits, "batch", None, "vocab")
 
 
