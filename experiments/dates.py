@@ -33,7 +33,7 @@ CONFIG = Run(
     ),
     data=Data(tokenizer="bpe", max_length=64, tokens_per_batch=4096, num_buckets=4),
     optimizer=Optimizer(learning_rate=3e-3, warmup_steps=200, clip_norm=1.0),
-    train=Train(steps=1200, label_smoothing=0.1, checkpoint_every=200, keep_last=3, final="average"),
+    train=Train(steps=600, label_smoothing=0.1, checkpoint_every=100, keep_last=3, final="average"),
     decode=Decode(beams=4, length_penalty=1.0, max_new_tokens=16),
 )
 TRAIN, VALIDATION, TEST = 60_000, 1_000, 2_500

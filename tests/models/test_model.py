@@ -1,4 +1,4 @@
-"""`Model`: initial values, shapes and axis names without arrays, and the same numbers as the Flax module it describes."""
+"""`Model`: initial values, shapes and axis names without arrays, and the numbers of the Flax module it describes."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from tfm_jax.models.transformer import Dropout, Transformer, TransformerConfig, 
 from tfm_jax.nn import Embedding
 from tfm_jax.sharding import PARAMETER_AXES
 
-V, D, N, H, E, F, MAX = 23, 13, 2, 7, 5, 17, 19
+V, D, N, H, E, F, MAX = 23, 14, 2, 7, 5, 17, 19
 CONFIG = TransformerConfig(
     V,
     max_length=MAX,

@@ -401,8 +401,7 @@ def test_four_devices_train_as_one_does(whole, tmp_path):
     )
     alone = load(tmp_path / "run")
     jax.tree.map(np.testing.assert_array_equal, fitted.params, alone[1])
-    decode = tiny_run("").decode
-    lines = ["abc", "", "gfedcb"]
+    decode, lines = replace(tiny_run("").decode, beams=1), ["abc", "", "gfedcb"]
     texts = [
         [best[0].text for best in translate(*of, lines, decode=decode)]
         for of in ((fitted.model, fitted.params, fitted.tokenizer), alone)
@@ -422,8 +421,10 @@ def test_each_shape_compiles_once(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "TextToText", Counted)
     run = tiny_run(tmp_path / "run", steps=None, epochs=2, checkpoint_every=1, checkpoint_unit="epochs")
     run = replace(run, data=replace(run.data, num_buckets=2))
-    fitted = fit(run)
-    batches = loop._batches(run, TRAIN, fitted.tokenizer)
+    source = [*("abc" for _ in range(18)), *("abcdef" for _ in range(12))]  # nine and six of them fill a batch
+    text = ParallelText(source, source, "two.src", "two.tgt")
+    fitted = fit(run, train=text)
+    batches = loop._batches(run, text, fitted.tokenizer)
     assert len(batches.shapes) == 2
     trained = [(rows, target, source) for kind, rows, target, source in traced if kind == "train"]
     assert sorted(trained) == sorted((rows, target, source) for rows, source, target in batches.shapes)
