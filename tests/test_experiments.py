@@ -12,13 +12,13 @@ import tyro
 from experiments import dates, multi30k, parallel_text
 from tfm_jax.config import Run
 from tfm_jax.models.transformer import TransformerConfig
-from tfm_jax.train import loop
+from tfm_jax.train import evaluate, loop
 from tfm_jax.train.run import load
 
 EXPERIMENTS = {"dates": dates, "multi30k": multi30k, "parallel_text": parallel_text}
 SMALL = """
 --train.steps 2 --train.log-every 1 --model.d-model 8 --model.d-ff 8 --model.num-heads 2 --model.num-encoder-layers 1
---model.num-decoder-layers 1 --data.num-buckets 1 --decode.beams 2 --decode.max-new-tokens 9
+--model.num-decoder-layers 1 --data.num-buckets 1 --decode.beams 1 --decode.max-new-tokens 9
 """
 BYTES = "--model.vocab-size 260 --model.max-length 128 --data.max-length 128 --data.tokens-per-batch 256"
 FITTED = {"steps", "train_seconds", "tokens_per_second", "parameters", "validation_loss", "dropped_pairs"}
@@ -62,10 +62,17 @@ def test_importing_an_experiment_does_nothing(name, tmp_path, monkeypatch, capfd
     assert f"python experiments/{Path(file).name}" in contents["__doc__"]
 
 
-def test_dates(tmp_path, monkeypatch):
+@pytest.fixture
+def no_alignments(monkeypatch):
+    """Every picture of attention compiles for as long as the rest of a test; one experiment draws them."""
+    monkeypatch.setattr(evaluate, "plot_alignments", lambda *_, **__: None)
+
+
+def test_dates(tmp_path, monkeypatch, no_alignments):
     for name, size in {"TRAIN": 60, "VALIDATION": 20, "TEST": 90}.items():
         monkeypatch.setattr(dates, name, size)
-    result = run(dates, tmp_path / "run", BYTES)
+    arguments = "--model.vocab-size 500 --data.tokens-per-batch 256"
+    result = run(dates, tmp_path / "run", arguments)
     assert set(result) >= {"exact_match", "exact_match_by_language", "examples"}
     assert 0.0 <= result["exact_match"] <= 1.0 and result["examples"] == 90
     assert set(result["exact_match_by_language"]) == set(dates.LANGUAGES)
@@ -73,7 +80,7 @@ def test_dates(tmp_path, monkeypatch):
     assert len(lines_of(tmp_path / "run" / "hypotheses.txt")) == 90
 
 
-def test_multi30k(tmp_path):
+def test_multi30k(tmp_path, no_alignments):
     for name, pairs in {"train": PAIRS * 5, "val": PAIRS[:3], "test_2016_flickr": PAIRS[1:]}.items():
         for side, language in enumerate(("en", "de")):
             path = tmp_path / "data" / "tok" / f"{name}.lc.norm.tok.{language}.gz"

@@ -246,7 +246,7 @@ def test_the_combinations_hold_every_pair_of_values():
 
 @pytest.mark.parametrize("config", COMBINATIONS, ids=name_of)
 def test_forward_pass_is_that_of_the_paper(config):
-    """Logits, hidden states and attention weights of every layer, with padding on both sides."""
+    """Logits, hidden states and attention weights, with padding on both sides."""
     model, params = prepared(config)
     source, tokens = random_tokens(1, 3, 6), random_tokens(2, 3, 5)
     segments = {
@@ -264,15 +264,18 @@ def test_forward_pass_is_that_of_the_paper(config):
     with jax.disable_jit():  # sixteen models, so calling is cheaper than compiling
         logits = model.apply(params, source, tokens, **segments)
         hidden = model.hidden_states(params, source, tokens, **segments)
-        weights = [model.attention_weights(params, source, tokens, layer=layer, **segments) for layer in (0, 1)]
+        weights = model.attention_weights(params, source, tokens, layer=1, **segments)
+        features, (table, bias) = model.features(params, source, tokens, **segments), model.output_layer(params)
+    np.testing.assert_array_equal(features, hidden["decoder"][-1])
+    assert_close(np.asarray(features) @ np.asarray(table).T + (0 if bias is None else np.asarray(bias)), logits)
+    assert (bias is not None) == config.head_bias
     assert logits.dtype == jnp.float32
     assert_close(logits, oracle.logits, atol=2e-5)
     assert_close(hidden["encoder"], oracle.encoder)
     assert_close(hidden["decoder"], oracle.decoder)
-    for layer in (0, 1):
-        assert_close(weights[layer]["encoder"], oracle.encoder_weights[layer])
-        assert_close(weights[layer]["decoder"], oracle.decoder_weights[layer])
-        assert_close(weights[layer]["cross"], oracle.cross_weights[layer])
+    assert_close(weights["encoder"], oracle.encoder_weights[1])
+    assert_close(weights["decoder"], oracle.decoder_weights[1])
+    assert_close(weights["cross"], oracle.cross_weights[1])
 
 
 def decode(model, params, source, tokens, split, *, source_segments=None, positions=None):
@@ -304,18 +307,19 @@ def test_decoding_with_a_cache_is_the_full_forward_pass(config):
 
 
 def test_every_way_to_cut_five_tokens_gives_the_same_logits():
-    """I07: all 16 splits, compiled."""
+    """I07: all 16 splits."""
     model, params = prepared(PLAIN)
     source, tokens = random_tokens(3, 3, 6), random_tokens(4, 3, 5)
-    expected = apply(model, params, source, tokens)
+    expected = Oracle(PLAIN, params, source, tokens).logits
     splits = {
         tuple(end - start for start, end in itertools.pairwise((0, *cuts, 5)))
         for size in range(5)
         for cuts in itertools.combinations(range(1, 5), size)
     }
     assert len(splits) == 16
-    for split in splits:
-        assert_close(decode(model, params, source, tokens, split), expected)
+    with jax.disable_jit():
+        for split in splits:
+            assert_close(decode(model, params, source, tokens, split), expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
@@ -420,8 +424,10 @@ def test_tied_gradient_is_the_sum_of_its_parts_and_stays_tied():
         (loss(**{name: wide["embedding"]["table"] + step}) - loss(**{name: wide["embedding"]["table"] - step})) / 2e-5
         for name in ("embedding", "source_embedding", "head")
     ]
-    assert min(map(abs, slopes)) > 1
-    np.testing.assert_allclose((gradient["embedding"]["table"] * direction).sum(), sum(slopes), rtol=1e-4)
+    found = np.asarray(gradient["embedding"]["table"], np.float64)
+    atol = 1e-5 * np.linalg.norm(found) * np.linalg.norm(direction)
+    np.testing.assert_allclose((found * direction).sum(), sum(slopes), rtol=0, atol=atol)
+    assert min(map(abs, slopes)) > 100 * atol
 
     updated = jax.tree.map(lambda p, g: p - 0.01 * g, params, gradient)
     assert jax.tree.structure(updated) == jax.tree.structure(model.shapes)
@@ -715,8 +721,9 @@ def test_hidden_states_end_with_the_output_of_the_stack(norm):
         assert_close(logits, model.apply(params, source, tokens))
 
 
-def test_attention_weights_are_rows_that_sum_to_one():
-    """And to zero for padding; nothing on the future, nothing on padding."""
+@pytest.mark.parametrize("layer", [0, 1])
+def test_attention_weights_are_rows_that_sum_to_one(layer):
+    """And to zero for padding; nothing on the future, nothing on padding; those of the layer that was asked for."""
     model, params = prepared(PLAIN)
     source, tokens = random_tokens(1, 3, 6), random_tokens(2, 3, 5)
     segments = {
@@ -724,7 +731,16 @@ def test_attention_weights_are_rows_that_sum_to_one():
         "segment_ids": lengths_to_segments([3, 5, 4], 5),
     }
     with jax.disable_jit():
-        weights = model.attention_weights(params, source, tokens, layer=1, **segments)
+        weights = model.attention_weights(params, source, tokens, layer=layer, **segments)
+    oracle = Oracle(
+        PLAIN,
+        params,
+        source,
+        tokens,
+        source_segments=segments["source_segment_ids"],
+        segments=segments["segment_ids"],
+    )
+    assert_close(weights["encoder"], oracle.encoder_weights[layer])
     assert {name: w.shape for name, w in weights.items()} == {
         "encoder": (3, N, 6, 6),
         "decoder": (3, N, 5, 5),

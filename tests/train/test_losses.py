@@ -18,6 +18,14 @@ B, T, V = 3, 5, 7
 jitted = jax.jit(losses.cross_entropy, static_argnames="label_smoothing")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Nearly all the time goes into compiling, and XLA's optimisations double it."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def cross_entropy(*case, label_smoothing=0.0):
     return losses.cross_entropy(*map(jnp.asarray, case), label_smoothing=label_smoothing)
 
@@ -257,8 +265,85 @@ def test_accuracy_takes_a_tie_as_right():
     assert (right, weight) == (2, 3)
 
 
+def linear_case(seed, *, rows=B, length=T, D=6):
+    """Features, output layer with a bias, targets, weights."""
+    rng = np.random.default_rng(seed)
+    x, table, bias = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((rows, length, D), (V, D), (V,))
+    )
+    targets = jnp.asarray(rng.integers(0, V, (rows, length)), jnp.int32)
+    weights = jnp.asarray(0.5 * rng.integers(0, 4, (rows, length)), jnp.float32)
+    return x, table, bias, targets, weights
+
+
+def linear(x, table, bias, targets, weights, smoothing=0.1):
+    return losses.linear_cross_entropy(x, (table, bias), targets, weights, label_smoothing=smoothing)
+
+
+def through_logits(x, table, bias, targets, weights, smoothing=0.1):
+    logits = jnp.einsum("BTD,VD->BTV", x, table) + (0.0 if bias is None else bias[None, None])
+    loss = losses.cross_entropy(logits, targets, weights, label_smoothing=smoothing)
+    return {"loss": loss, "accuracy": losses.accuracy(logits, targets, weights)}
+
+
+# one piece; three pieces of 170 columns, the last one padded; more rows than a piece has tokens
+@pytest.mark.parametrize(("rows", "length"), [(B, T), (3, 401), (521, 3)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_output_layer_in_pieces_is_the_whole(rows, length, smoothing):
+    """Sums and the gradients for features, table and bias, by automatic differentiation of all the logits."""
+    case = linear_case(8, rows=rows, length=length)
+
+    def both(function):
+        def scaled(x, table, bias):
+            sums = function(x, table, bias, *case[3:], smoothing)
+            return 3.0 * sums["loss"][0] / sums["loss"][1], sums
+
+        return jax.jit(jax.value_and_grad(scaled, argnums=(0, 1, 2), has_aux=True))(*case[:3])
+
+    found, expected = both(linear), both(through_logits)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6), found, expected)
+    # without a gradient it goes another way
+    sums = jax.jit(linear, static_argnums=5)(*case, smoothing)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), sums, expected[0][1])
+
+
+def test_the_output_layer_may_have_no_bias():
+    x, table, _, targets, weights = linear_case(9)
+    found, expected = (jax.jit(f)(x, table, None, targets, weights) for f in (linear, through_logits))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_features_without_a_weight_never_matter(poison):
+    """B27's kind, through the output layer: neither in the sums nor in any gradient; -100 may be their target."""
+    x, table, bias, targets, weights = linear_case(10)
+    # jit once: the gradient, and what it is of
+    run = jax.jit(jax.value_and_grad(lambda *case: linear(*case)["loss"][0], argnums=(0, 1, 2)))
+    expected = run(x, table, bias, targets, weights)
+    other = jnp.where(weights[..., None] > 0, x, poison), jnp.where(weights > 0, targets, -100)
+    found = run(other[0], table, bias, other[1], weights)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert (found[1][0][weights == 0] == 0).all() and (weights == 0).any()
+    # with a weight, a target that is no entry of the vocabulary is NaN
+    for target in (-1, V):
+        assert np.isnan(run(x, table, bias, jnp.where(weights > 0, target, targets), weights)[0])
+
+
+def test_the_output_layer_over_devices_is_that_of_one():
+    """B25: rows over four devices, one of them without a target; sums and gradients."""
+    x, table, bias, targets, _ = linear_case(11, rows=4, length=8)
+    weights = jnp.asarray(sharded_case()[2])
+    run = jax.jit(jax.value_and_grad(lambda *case: linear(*case)["loss"][0] / 12.0, argnums=(0, 1, 2)))
+    alone = jax.device_get(run(x, table, bias, targets, weights))
+    mesh = make_mesh(config.Mesh(data=4))
+    with jax.set_mesh(mesh):
+        x, targets, weights = jax.device_put((x, targets, weights), batch_sharding(mesh))
+        shared = jax.device_get(run(x, table, bias, targets, weights))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), shared, alone)
+
+
 def test_text_to_text_scores_the_logits_of_the_model():
-    """The objective is the model's logits through the functions above, with dropout only with a key."""
+    """The objective is the loss and the accuracy of the model's logits."""
     model = transformer(
         TransformerConfig(
             V, d_model=6, d_ff=5, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, dropout=Dropout(0.5, 0.5)
@@ -277,10 +362,9 @@ def test_text_to_text_scores_the_logits_of_the_model():
     objective = TextToText(model, label_smoothing=0.1)
     assert objective == TextToText(model, 0.1) and hash(objective) == hash(TextToText(model, 0.1))
     segments = {name: batch[name] for name in ("source_segment_ids", "segment_ids")}
-    logits = model.apply(params, batch["source_tokens"], batch["tokens"], **segments)
-    sums = objective(params, batch, None)
+    logits = jax.jit(model.apply)(params, batch["source_tokens"], batch["tokens"], **segments)
+    sums = jax.jit(objective)(params, batch, None)
     assert set(sums) == {"loss", "accuracy"}
     expected = (token_losses(np.array(logits), np.array(batch["targets"]), 0.1) * batch["weights"]).sum()
     np.testing.assert_allclose(sums["loss"], (expected, 11), rtol=1e-5)
     np.testing.assert_allclose(sums["accuracy"], accuracy(logits, batch["targets"], batch["weights"]))
-    assert objective(params, batch, jax.random.key(0))["loss"][0] != sums["loss"][0]
