@@ -44,9 +44,7 @@ def main(config: Run[TransformerConfig]) -> None:
     splits = dates(train=TRAIN, validation=VALIDATION, test=TEST, seed=config.data.seed)
     fitted = fit(config, train=splits["train"], validation=splits["validation"])
     test = splits["test"]
-    scores, outputs = conclude(
-        fitted.directory, fitted.model, fitted.params, fitted.tokenizer, test, decode=config.decode
-    )
+    scores, outputs = conclude(fitted, test)
     right = np.array([output == target for output, target in zip(outputs, test.target, strict=True)])
     languages = np.array([language_of(source) for source in test.source])
     by_language = {language: float(right[languages == language].mean()) for language in LANGUAGES}

@@ -35,7 +35,12 @@ CONFIG = Run(
     data=Data(tokenizer="word_bpe", max_length=256, tokens_per_batch=2048, num_buckets=8),
     optimizer=Optimizer(learning_rate=5e-3, warmup_steps=600, b1=0.9, b2=0.98, eps=1e-8, clip_norm=25.0),
     train=Train(
-        max_minutes=20, label_smoothing=0.1, checkpoint_every=1, checkpoint_unit="epochs", keep_last=5, final="average"
+        max_minutes=20.0,
+        label_smoothing=0.1,
+        checkpoint_every=1,
+        checkpoint_unit="epochs",
+        keep_last=5,
+        final="average",
     ),
     decode=Decode(beams=5, length_penalty=1.0, max_new_tokens=200, bleu_tokenizer="none", lowercase=True),
 )
@@ -53,7 +58,7 @@ def main(config: Run[TransformerConfig]) -> None:
     """Train, translate the 2016 test set, score it."""
     train, validation, test = (read(config.data.dir, name) for name in ("train", "val", "test_2016_flickr"))
     fitted = fit(config, train=train, validation=validation)
-    scores, _ = conclude(fitted.directory, fitted.model, fitted.params, fitted.tokenizer, test, decode=config.decode)
+    scores, _ = conclude(fitted, test)
     print(f"\n{write_result(fitted.directory, fitted.summary | scores)}: {scores['bleu']:.2f} BLEU")
 
 

@@ -34,7 +34,9 @@ CONFIG = Run(
     ),
     data=Data(tokenizer="bpe", max_length=256, too_long="drop", tokens_per_batch=2048, num_buckets=8),
     optimizer=Optimizer(learning_rate=3e-3, warmup_steps=600, clip_norm=1.0),
-    train=Train(max_minutes=30, checkpoint_every=1, checkpoint_unit="epochs", patience=5, keep_last=5, final="average"),
+    train=Train(
+        max_minutes=30.0, checkpoint_every=1, checkpoint_unit="epochs", patience=5, keep_last=5, final="average"
+    ),
     decode=Decode(beams=5, length_penalty=1.0, max_new_tokens=200),
 )
 
@@ -47,6 +49,8 @@ def read(data: Data) -> tuple[ParallelText, ParallelText, ParallelText]:
     if data.validation_source:
         validation = read_parallel(data.validation_source, data.validation_target)
     else:
+        if len(train) < 10:
+            raise SystemExit("too few pairs to hold some out for validation: give --data.validation-source and -target")
         train, validation = train.split(len(train) - min(1_000, len(train) // 10))
     test = read_parallel(data.test_source, data.test_target) if data.test_source else validation
     return train, validation, test
@@ -56,7 +60,7 @@ def main(config: Run[TransformerConfig]) -> None:
     """Train, translate the test text, score it."""
     train, validation, test = read(config.data)
     fitted = fit(config, train=train, validation=validation)
-    scores, _ = conclude(fitted.directory, fitted.model, fitted.params, fitted.tokenizer, test, decode=config.decode)
+    scores, _ = conclude(fitted, test)
     print(f"\n{write_result(fitted.directory, fitted.summary | scores)}: {scores['bleu']:.2f} BLEU")
 
 

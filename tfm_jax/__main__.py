@@ -7,7 +7,9 @@ import sys
 import tyro
 
 from tfm_jax.data.sources import read_parallel, split_lines
+from tfm_jax.decode.text import one_line
 from tfm_jax.decode.text import translate as translate_lines
+from tfm_jax.train.checkpoint import DamagedCheckpoint
 from tfm_jax.train.evaluate import evaluate_translation
 from tfm_jax.train.report import LineCounter
 from tfm_jax.train.run import load, read_config
@@ -26,7 +28,7 @@ def translate(run: str, beams: int | None = None) -> None:
     with LineCounter("translating", len(lines)) as counter:
         found = translate_lines(model, params, tokenizer, lines, decode=decode, name="stdin", progress=counter.update)
     for best, *_ in found:
-        sys.stdout.buffer.write(best.text.replace("\n", " ").encode() + b"\n")
+        sys.stdout.buffer.write(one_line(best.text).encode() + b"\n")
 
 
 def evaluate(run: str, source: str, target: str, beams: int | None = None) -> None:
@@ -56,7 +58,7 @@ def main() -> None:
     """Run a command; what is wrong with the input is said in one line, without a traceback."""
     try:
         tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="python -m tfm_jax", description=__doc__)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ArithmeticError, DamagedCheckpoint) as error:
         raise SystemExit(f"error: {error}") from error
 
 

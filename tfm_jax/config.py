@@ -6,6 +6,7 @@ docstring under a field is its help on the command line.
 
 import dataclasses
 import json
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -106,11 +107,14 @@ class Optimizer:
     """Gradients with a larger global norm are scaled down to it; None: no clipping."""
 
     def __post_init__(self):
-        require(self.learning_rate > 0, f"optimizer.learning_rate is {self.learning_rate}: it must be positive")
+        for name in ("learning_rate", "eps"):
+            value = getattr(self, name)
+            require(0 < value < math.inf, f"optimizer.{name} is {value}: it must be positive and finite")
         require(self.warmup_steps >= 0, f"optimizer.warmup_steps is {self.warmup_steps}: it must not be negative")
         require(0 <= self.b1 < 1 and 0 <= self.b2 < 1, f"optimizer.b1, b2 are {self.b1}, {self.b2}: they lie in [0, 1)")
         require(
-            self.clip_norm is None or self.clip_norm > 0, f"optimizer.clip_norm is {self.clip_norm}: give > 0 or None"
+            self.clip_norm is None or 0 < self.clip_norm < math.inf,
+            f"optimizer.clip_norm is {self.clip_norm}: give > 0 or None",
         )
 
 
@@ -146,7 +150,7 @@ class Train:
         limits = {"steps": self.steps, "epochs": self.epochs, "max_minutes": self.max_minutes}
         require(any(v is not None for v in limits.values()), "train: give steps, epochs or max_minutes as the limit")
         for name, value in limits.items() | {"patience": self.patience}.items():
-            require(value is None or value > 0, f"train.{name} is {value}: positive or None")
+            require(value is None or 0 < value < math.inf, f"train.{name} is {value}: give a positive number or None")
         for name in ("checkpoint_every", "keep_last", "log_every"):
             require(getattr(self, name) >= 1, f"train.{name} is {getattr(self, name)}: at least 1 is needed")
         require(0 <= self.label_smoothing < 1, f"train.label_smoothing is {self.label_smoothing}: it lies in [0, 1)")
@@ -174,6 +178,8 @@ class Decode:
     def __post_init__(self):
         for name in ("beams", "max_new_tokens", "tokens_per_batch"):
             require(getattr(self, name) >= 1, f"decode.{name} is {getattr(self, name)}: at least 1 is needed")
+        alpha = self.length_penalty
+        require(math.isfinite(alpha), f"decode.length_penalty is {alpha}: a finite number is expected")
 
 
 @dataclass(frozen=True)
@@ -235,6 +241,7 @@ def from_dict(cls: type, values: dict, where: str = "config") -> Any:
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
+        require(type(value) is dict, f"{where} is {value!r}: an object with its fields is expected")
         return from_dict(hint, value, where)
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.train.killed_run import MODEL
-from tfm_jax.config import Decode, Mesh
+from tfm_jax.config import Data, Decode, Mesh, Run, Train
 from tfm_jax.data.batches import Batches, Examples
 from tfm_jax.data.sources import ParallelText
 from tfm_jax.data.tokenizer import Tokenizer
@@ -17,6 +17,7 @@ from tfm_jax.sharding import batch_shards, make_mesh
 from tfm_jax.train import evaluate
 from tfm_jax.train.evaluate import conclude, evaluate_loss, evaluate_translation, score_translations
 from tfm_jax.train.losses import TextToText
+from tfm_jax.train.run import Fitted
 from tfm_jax.train.step import abstract_params
 
 SMOOTHING = 0.1
@@ -157,13 +158,18 @@ def written(monkeypatch):
     return install
 
 
+def ended(directory, model, params, tokenizer):
+    run = Run(MODEL, Train(steps=1), str(directory), Data(max_length=9), decode=Decode(max_new_tokens=9))
+    return Fitted(run, model, params, tokenizer, summary={})
+
+
 def test_the_best_hypotheses_are_scored_and_kept(model, params, tokenizer, tmp_path, written, capsys):
     """hypotheses.txt has a line for each line, alignments.png is made, and some lines are shown."""
-    text = ParallelText(["eins", "zwei", "", "vier"], ["one", "two", "", "four"], "de", "en")
-    written("one", "too", "", "four")
-    scores, hypotheses = conclude(tmp_path, model, params, tokenizer, text, decode=Decode())
-    assert hypotheses == ["one", "too", "", "four"] and scores["exact_match"] == 0.75
-    assert (tmp_path / "hypotheses.txt").read_text(encoding="utf-8") == "one\ntoo\n\nfour\n"
+    text = ParallelText(["eins", "zwei", "", "vier"], ["one", "two", "", "for"], "de", "en")
+    written("one", "too", "", "for")
+    scores, hypotheses = conclude(ended(tmp_path, model, params, tokenizer), text)
+    assert hypotheses == ["one", "too", "", "for"] and scores["exact_match"] == 0.75
+    assert (tmp_path / "hypotheses.txt").read_text(encoding="utf-8") == "one\ntoo\n\nfor\n"
     assert (tmp_path / "alignments.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("zwei", "too", "two"))
@@ -172,7 +178,7 @@ def test_the_best_hypotheses_are_scored_and_kept(model, params, tokenizer, tmp_p
 def test_a_model_that_writes_nothing_is_scored_too(model, params, tokenizer, tmp_path, written):
     text = ParallelText(["eins", "zwei"], ["one", "two"], "de", "en")
     written("", " ")
-    scores, _ = conclude(tmp_path, model, params, tokenizer, text, decode=Decode())
+    scores, _ = conclude(ended(tmp_path, model, params, tokenizer), text)
     assert scores["bleu"] == 0.0
     assert not (tmp_path / "alignments.png").exists()
 
@@ -180,7 +186,7 @@ def test_a_model_that_writes_nothing_is_scored_too(model, params, tokenizer, tmp
 def test_a_line_end_that_a_model_writes_does_not_shift_the_lines(model, params, tokenizer, tmp_path, written):
     text = ParallelText(["eins", "zwei"], ["one", "two"], "de", "en")
     written("o\nne", "two")
-    conclude(tmp_path, model, params, tokenizer, text, decode=Decode())
+    conclude(ended(tmp_path, model, params, tokenizer), text)
     lines = (tmp_path / "hypotheses.txt").read_bytes().split(b"\n")
     assert len(lines) == 3 and lines[1:] == [b"two", b""]
 
@@ -189,7 +195,7 @@ def test_a_text_of_more_tokens_than_the_model_takes_spoils_no_result(model, para
     """What a model wrote may have more tokens when it is read again: bytes that are no character come back as three."""
     text = ParallelText(["eins", "zwei"], ["one", "two"], "de", "en")
     written("\ufffd" * MODEL.max_length, "two")
-    scores, _ = conclude(tmp_path, model, params, tokenizer, text, decode=Decode())
+    scores, _ = conclude(ended(tmp_path, model, params, tokenizer), text)
     assert scores["exact_match"] == 0.5
 
 
@@ -200,3 +206,10 @@ def test_a_line_that_is_too_long_is_named_as_in_its_file(model, params, tokenize
     for part in (text, text.split(2)[1]):
         with pytest.raises(ValueError, match=r"long\.de:3: "):
             evaluate_translation(model, params, tokenizer, part, decode=decode)
+
+
+def test_a_line_that_is_too_long_may_be_left_out_and_is_counted(model, params, tokenizer):
+    text = ParallelText(["a", "c" * 99], ["a", ""], "long.de", "long.en")
+    decode = replace(Decode(beams=1), max_new_tokens=5)
+    scores, hypotheses = evaluate_translation(model, params, tokenizer, text, decode=decode, too_long="drop")
+    assert scores["too_long_lines"] == 1 and hypotheses[1] == ""

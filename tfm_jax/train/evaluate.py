@@ -1,7 +1,6 @@
 """Measuring: the loss over a data set, and scores of translations."""
 
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -11,10 +10,11 @@ from tfm_jax import config
 from tfm_jax.data.batches import Batches
 from tfm_jax.data.sources import ParallelText
 from tfm_jax.data.tokenizer import Tokenizer
-from tfm_jax.decode.text import translate
+from tfm_jax.decode.text import TOO_LONG, one_line, translate
 from tfm_jax.models import Model
 from tfm_jax.sharding import batch_sharding
 from tfm_jax.train.report import LineCounter, plot_alignments, write_whole
+from tfm_jax.train.run import Fitted
 from tfm_jax.train.step import Objective, eval_step
 
 
@@ -56,27 +56,42 @@ def evaluate_translation(
     text: ParallelText,
     *,
     decode: config.Decode,
+    too_long: Literal["error", "drop"] = "error",
 ) -> tuple[dict[str, Any], list[str]]:
-    """Translate the source side and score it against the target: (`score_translations`, the best hypotheses)."""
+    """Translate the source side and score it against the target: (scores, the best hypotheses).
+
+    The scores are those of `score_translations` and too_long_lines, the count of lines that are too long for the model
+    and, with too_long "drop", scored as empty translations.
+    """
     with LineCounter("translating", len(text)) as counter:
         found = translate(
-            model, params, tokenizer, text.source, decode=decode, name=text.source_name, progress=counter.update
+            model,
+            params,
+            tokenizer,
+            text.source,
+            decode=decode,
+            too_long=too_long,
+            name=text.source_name,
+            first_line=text.first_line,
+            progress=counter.update,
         )
     hypotheses = [best[0].text for best in found]
-    return score_translations(hypotheses, text.target, decode=decode), hypotheses
+    count = sum(best[0] is TOO_LONG for best in found)
+    return score_translations(hypotheses, text.target, decode=decode) | {"too_long_lines": count}, hypotheses
 
 
-def conclude(
-    directory: Path, model: Model, params: dict, tokenizer: Tokenizer, text: ParallelText, *, decode: config.Decode
-) -> tuple[dict[str, Any], list[str]]:
+def conclude(fitted: Fitted, text: ParallelText) -> tuple[dict[str, Any], list[str]]:
     """`evaluate_translation` at the end of a run: leaves hypotheses.txt and alignments.png, shows some translations."""
-    scores, hypotheses = evaluate_translation(model, params, tokenizer, text, decode=decode)
-    write_whole(directory / "hypotheses.txt", "".join(f"{line}\n" for line in hypotheses))
+    model, params, tokenizer, run = fitted.model, fitted.params, fitted.tokenizer, fitted.run
+    scores, hypotheses = evaluate_translation(
+        model, params, tokenizer, text, decode=run.decode, too_long=run.data.too_long
+    )
+    write_whole(fitted.directory / "hypotheses.txt", "".join(f"{one_line(text)}\n" for text in hypotheses))
     shown = _spread(len(text), 6)
     alignments = [(text.source[i], hypotheses[i]) for i in shown if hypotheses[i].strip()][:3]
     if alignments:
         layer = model.config.num_decoder_layers - 1
-        plot_alignments(directory / "alignments.png", model, params, tokenizer, alignments, layer=layer)
+        plot_alignments(fitted.directory / "alignments.png", model, params, tokenizer, alignments, layer=layer)
     for i in shown:
         print(f"\nsource     {text.source[i]}\noutput     {hypotheses[i]}\nreference  {text.target[i]}")
     return scores, hypotheses

@@ -5,7 +5,6 @@ import math
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,20 +19,8 @@ from tfm_jax.train.checkpoint import Checkpoints, average_params, load_params, s
 from tfm_jax.train.evaluate import evaluate_loss
 from tfm_jax.train.losses import TextToText
 from tfm_jax.train.report import Metrics, ProgressBar, plot_curves, read_metrics
-from tfm_jax.train.run import CHECKPOINTS, PARAMETERS, TOKENIZER, open_run
+from tfm_jax.train.run import CHECKPOINTS, PARAMETERS, TOKENIZER, Fitted, open_run
 from tfm_jax.train.step import TrainState, abstract_state, init_state, train_step
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """What `fit` gives back; the same is in the run directory."""
-
-    directory: Path
-    model: Model
-    params: dict
-    tokenizer: Tokenizer
-    summary: dict[str, Any]
-    """steps, epochs, train_seconds, tokens_per_second, parameters, validation_loss (the best), dropped_pairs."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +77,7 @@ def fit(run: config.Run, *, train: ParallelText, validation: ParallelText) -> Fi
         "validation_loss": record.best_loss,
         "dropped_pairs": train_batches.dropped + validation_batches.dropped,
     }
-    return Fitted(directory, model, params, tokenizer, summary)
+    return Fitted(run, model, params, tokenizer, summary)
 
 
 class _Loop:
@@ -120,9 +107,10 @@ class _Loop:
                 )
                 window.add(values, tokens)
                 record = replace(record, tokens=record.tokens + tokens, seconds=_since(began, before))
-                if step % self.run.train.log_every == 0 or step == first + 1:
+                due = step % self.round == 0 or self._ended(step, record)
+                if step % self.run.train.log_every == 0 or step == first + 1 or due:
                     self._log(step, window.close(step), record, metrics, from_step=first, earlier=before.seconds)
-                if step % self.round == 0 or self._ended(step, record):
+                if due:
                     record = self._checkpoint(state, record, metrics, lambda: _since(began, before))
                     if self._ended(step, record):
                         break
@@ -157,6 +145,7 @@ class _Loop:
         """Measure the validation loss, then give state and record to be saved."""
         step = int(state.step)
         values = evaluate_loss(state.params, self.validation, objective=self.objective, mesh=self.mesh)
+        _require_finite(values["loss"], f"the validation loss after update {step}")
         better = values["loss"] < record.best_loss
         record = replace(
             record,
@@ -199,14 +188,18 @@ class _Window:
             for name in ("loss", "accuracy")
         }
         last = {name: float(values[-1][name]) for name in ("gradient_norm", "learning_rate")}
-        if not math.isfinite(mean["loss"]):
-            raise FloatingPointError(
-                f"the loss is {mean['loss']} at update {step}: lower the learning rate, lengthen the warm-up or clip "
-                "gradients (optimizer.clip_norm); the newest checkpoint is from before"
-            )
+        _require_finite(mean["loss"], f"the mean loss of {len(values)} updates up to update {step}")
         rate = self._tokens / (time.monotonic() - self._began)
         self._open()
         return mean | last | {"tokens_per_second": rate}
+
+
+def _require_finite(loss: float, what: str) -> None:
+    if not math.isfinite(loss):
+        raise FloatingPointError(
+            f"{what} is {loss}: lower the learning rate, lengthen the warm-up or clip gradients (optimizer.clip_norm); "
+            "the newest checkpoint is from before"
+        )
 
 
 def _since(began: float, before: _Record) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array
@@ -46,9 +47,16 @@ def make_schedule(optimizer: config.Optimizer) -> Schedule:
 def make_optimizer(optimizer: config.Optimizer) -> optax.GradientTransformation:
     """Clipping by global norm, if any, then Adam with the schedule; the first update uses the schedule's value at 1."""
     schedule = make_schedule(optimizer)
+    adam = optax.scale_by_adam(b1=optimizer.b1, b2=optimizer.b2, eps=optimizer.eps)
+
+    def update(grads, state, params=None):
+        # optax raises a float to the power of an integer count
+        with jax.numpy_dtype_promotion("standard"):
+            return adam.update(grads, state, params)
+
     clip = optax.identity() if optimizer.clip_norm is None else optax.clip_by_global_norm(optimizer.clip_norm)
     return optax.chain(
         clip,
-        optax.scale_by_adam(b1=optimizer.b1, b2=optimizer.b2, eps=optimizer.eps),
+        optax.GradientTransformation(adam.init, update),
         optax.scale_by_learning_rate(lambda count: schedule(count + 1)),
     )

@@ -1,5 +1,6 @@
 """What people see of a run: metrics.jsonl, the progress bar, plots."""
 
+import functools
 import json
 import os
 import sys
@@ -7,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.progress import (
@@ -131,18 +134,33 @@ def plot_alignments(
     """
     import matplotlib.pyplot as plt
 
+    source_ids, output_ids = (
+        # what a model wrote may have more tokens when it is read again
+        [[*ids, tokenizer.eos_id][: model.config.max_length] for ids in tokenizer.encode(list(texts))]
+        for texts in zip(*pairs, strict=True)
+    )
+    columns, rows = _padded(source_ids, tokenizer.pad_id), _padded(output_ids, tokenizer.pad_id)
+    shifted = jnp.concatenate([jnp.full((len(pairs), 1), tokenizer.bos_id, jnp.int32), rows[:, :-1]], axis=1)
+    read = jax.jit(functools.partial(model.attention_weights, layer=layer))
+    weights_BNTS = read(params, columns, shifted, source_segment_ids=(columns != tokenizer.pad_id).astype(jnp.int32))
+    weights = np.asarray(weights_BNTS["cross"].mean(axis=1))
+
     figure, axes = plt.subplots(1, len(pairs), figsize=(5.2 * len(pairs), 5), layout="constrained", squeeze=False)
-    image = None
-    for axis, (source, output) in zip(axes[0], pairs, strict=True):
-        columns = [*tokenizer.encode([source])[0], tokenizer.eos_id]
-        rows = [*tokenizer.encode([output])[0], tokenizer.eos_id]
-        inputs = np.array([columns], np.int32), np.array([[tokenizer.bos_id, *rows[:-1]]], np.int32)
-        weights = np.asarray(model.attention_weights(params, *inputs, layer=layer)["cross"][0].mean(axis=0))
-        image = axis.imshow(weights, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto")
-        for ticks, ids in ((axis.set_xticks, columns), (axis.set_yticks, rows)):
-            ticks(range(len(ids)), [piece.replace(" ", "␣").removesuffix("</w>") for piece in tokenizer.pieces(ids)])
-        axis.tick_params(axis="x", rotation=90)
+    for axis, one, source, output in zip(axes[0], weights, source_ids, output_ids, strict=True):
+        image = axis.imshow(one[: len(output), : len(source)], cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto")
+        axis.set_xticks(range(len(source)), _labels(tokenizer, source), rotation=90)
+        axis.set_yticks(range(len(output)), _labels(tokenizer, output))
         axis.set(xlabel="source token (attended to)", ylabel="output token (being written)")
     figure.colorbar(image, ax=axes, label=f"cross-attention weight, layer {layer}, mean over heads", shrink=0.8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _padded(sequences: list[list[int]], pad_id: int) -> jax.Array:
+    length = max(map(len, sequences))
+    return jnp.array([ids + [pad_id] * (length - len(ids)) for ids in sequences], jnp.int32)
+
+
+def _labels(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """Pieces as matplotlib may show them: spaces visible, no mathematics."""
+    return [piece.replace(" ", "␣").removesuffix("</w>").replace("$", r"\$") for piece in tokenizer.pieces(ids)]

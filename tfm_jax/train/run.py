@@ -8,6 +8,7 @@ tokenizer.json   the vocabulary             *.png          plots
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,22 @@ from tfm_jax.train.report import write_whole
 from tfm_jax.train.step import abstract_params
 
 PARAMETERS, CHECKPOINTS, TOKENIZER = "parameters", "checkpoints", "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A run that has ended, as `fit` gives it back; the same is in its directory."""
+
+    run: config.Run
+    model: Model
+    params: dict
+    tokenizer: Tokenizer
+    summary: dict[str, Any]
+    """steps, epochs, train_seconds, tokens_per_second, parameters, validation_loss (the best), dropped_pairs."""
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.run.run_dir)
 
 
 def open_run(run: config.Run) -> Path:
@@ -37,7 +54,8 @@ def open_run(run: config.Run) -> Path:
                 + "\nchoose another --run-dir, or give the values of that run to continue it"
             )
         return directory
-    if directory.exists() and any(directory.iterdir()):
+    # a kill while config.json was being written leaves its first part
+    if directory.exists() and any(entry.name != "config.json.partial" for entry in directory.iterdir()):
         raise ValueError(f"{directory} is not empty and holds no run (no config.json): choose another --run-dir")
     directory.mkdir(parents=True, exist_ok=True)
     write_whole(path, config.to_json(run))
@@ -50,6 +68,8 @@ def read_config(directory: str | os.PathLike[str]) -> config.Run:
     if not path.exists():
         raise ValueError(f"{directory} holds no run: {path} does not exist")
     values = json.loads(path.read_text())
+    if "family" not in values.get("model", {}):
+        raise ValueError(f"{path} does not name the family of its model: the field model.family is missing")
     name, model = values["model"]["family"], {k: v for k, v in values["model"].items() if k != "family"}
     values["model"] = config.from_dict(family(name)[1], model, "config.model")
     return config.from_dict(config.Run, values)
@@ -64,6 +84,8 @@ def load(directory: str | os.PathLike[str]) -> tuple[Model, dict, Tokenizer]:
     directory, run = Path(directory), read_config(directory)
     model = build(run.model)
     abstract = abstract_params(model, make_mesh(config.Mesh()))
+    if not (directory / TOKENIZER).exists():
+        raise ValueError(f"{directory} has no {TOKENIZER} yet: let the run begin training")
     tokenizer = Tokenizer.load(directory / TOKENIZER)
     if (directory / PARAMETERS).exists():
         return model, load_params(directory / PARAMETERS, abstract), tokenizer

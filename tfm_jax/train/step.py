@@ -58,14 +58,18 @@ def init_state(
     key: Key[Array, ""], *, model: Model, optimizer: config.Optimizer, mesh: jax.sharding.Mesh
 ) -> TrainState:
     """The state before the first update, born in its shards. Parameters and dropout get keys of their own."""
+    return _init(model, optimizer, mesh)(key)
 
+
+@functools.cache
+def _init(model, optimizer, mesh):
     def init(key):
         init_key, dropout_key = jax.random.split(key)
         params = model.init(init_key)
         return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(optimizer).init(params), dropout_key)
 
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer, mesh))
-    return jax.jit(init, out_shardings=shardings)(key)
+    return jax.jit(init, out_shardings=shardings)
 
 
 @functools.partial(jax.jit, static_argnames=("optimizer", "objective"), donate_argnames="state")
@@ -75,7 +79,7 @@ def train_step(
     """One update on a batch. Returns the new state (the old one is donated and cannot be read again) and metrics.
 
     Metrics are float32 scalars: loss and accuracy per target token, target tokens, gradient_norm (before clipping)
-    and the learning_rate used. A batch without any target changes nothing but Adam's moments and the step.
+    and the learning_rate used. A batch without any target has zero gradients: what still moves is Adam's momentum.
     """
     key = jax.random.fold_in(state.key, state.step)
 
