@@ -15,8 +15,8 @@ venv: $(VENV)/.installed ## make .venv with the library, the demo and the tests 
 demo: venv ## train a small translation model on generated dates into runs/demo
 	$(BIN)/python experiments/dates.py --run-dir runs/demo
 
-test: venv ## the tests that are not slow
-	$(BIN)/python -m pytest
+test: venv ## the tests that are not slow, on all cores
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 test-slow: venv ## the slow tests
 	$(BIN)/python -m pytest -m "slow and not oracles"
