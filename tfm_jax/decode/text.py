@@ -44,8 +44,9 @@ def translate(
 
     Lines of similar length share a batch, in few shapes, so a file of any lengths compiles a handful of programs. The
     result of a line does not depend on the others. A line that is too long for the model is refused, by its number,
-    before any work, or with too_long "drop" comes back as `TOO_LONG`; `name` is what errors call the input, which begins
-    at `first_line`. `progress` is told how many lines are done. Raises `FloatingPointError` when the model gives NaN.
+    before any work, or with too_long "drop" comes back as `TOO_LONG`; `name` is what errors call the input, whose first
+    line has the number `first_line`. `progress` is told how many lines are done. Raises `FloatingPointError` when the
+    model gives NaN.
     """
     # white space is not translated, so its length does not matter
     encoded = [[*ids, tokenizer.eos_id] for ids in tokenizer.encode([line.strip() and line for line in lines])]

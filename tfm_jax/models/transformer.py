@@ -122,24 +122,10 @@ class Transformer(nnx.Module):
             self.head_bias = param((config.vocab_size,), axes=("vocab",), init=zeros, rngs=rngs)
 
     def __call__(
-        self,
-        source_tokens: SourceTokens,
-        tokens: Tokens,
-        *,
-        source_segment_ids: SourceTokens | None = None,
-        segment_ids: Tokens | None = None,
-        source_positions: SourceTokens | None = None,
-        positions: Tokens | None = None,
-        key: Key[Array, ""] | None = None,
+        self, source_tokens: SourceTokens, tokens: Tokens, **inputs: SourceTokens | Tokens | Key[Array, ""] | None
     ) -> Float[Array, "B T V"]:
-        """Logits of the token after each target token. With a key, dropout is on."""
-        inputs = {
-            "source_segment_ids": source_segment_ids,
-            "segment_ids": segment_ids,
-            "source_positions": source_positions,
-            "positions": positions,
-        }
-        return self._logits(self.features(source_tokens, tokens, key=key, **inputs))
+        """Logits of the token after each target token; inputs as for `features`."""
+        return self._logits(self.features(source_tokens, tokens, **inputs))
 
     def features(
         self,
@@ -152,7 +138,7 @@ class Transformer(nnx.Module):
         positions: Tokens | None = None,
         key: Key[Array, ""] | None = None,
     ) -> Float[Array, "B T D"]:
-        """The decoder's output, which the output layer reads; arguments as for a call."""
+        """The decoder's output, which the output layer reads. With a key, dropout is on."""
         encoder_key, decoder_key = _two(key)
         encoded = self.encode(
             source_tokens, source_segment_ids=source_segment_ids, source_positions=source_positions, key=encoder_key
