@@ -105,7 +105,7 @@ def test_evaluate_prints_scores_as_json(directory, call, tmp_path):
     code, out = call("evaluate", "--run", directory, "--source", tmp_path / "in", "--target", tmp_path / "out")
     assert code == 0
     scores = json.loads(out)
-    assert set(scores) == {"bleu", "bleu_signature", "chrf", "exact_match", "examples"}
+    assert set(scores) == {"bleu", "bleu_signature", "chrf", "exact_match", "too_long_lines", "examples"}
     assert scores["examples"] == 3 and scores["exact_match"] >= 1 / 3
 
 

@@ -14,8 +14,7 @@ def keep_mask(key: Key[Array, ""], shape: tuple[int, ...], rate: float) -> Bool[
     number of devices. A 32-bit finaliser (MurmurHash3) costs about a tenth of threefry's bits on a CPU; beyond 2**32
     elements the choices repeat. Raises `ValueError` for a rate outside [0, 1).
     """
-    if not 0.0 <= rate < 1.0:
-        raise ValueError(f"dropout rate is {rate}: it lies in [0, 1)")
+    _check(rate)
     # the key's own data will not do: that of key(0) and key(1) differs in one bit, and so would their choices
     words = jax.random.bits(key, (2,), jnp.uint32)
     strides = [math.prod(shape[axis + 1 :]) % 2**32 for axis in range(len(shape))]
@@ -34,6 +33,12 @@ def dropout(x: Float[Array, "..."], *, rate: float, key: Key[Array, ""] | None) 
 
     Without a key (evaluation) or with rate 0, `x` itself. The rate lies in [0, 1).
     """
+    _check(rate)
     if key is None or rate == 0.0:
         return x
     return jnp.where(keep_mask(key, x.shape, rate), x / (1.0 - rate), 0.0).astype(x.dtype)
+
+
+def _check(rate: float) -> None:
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"dropout rate is {rate}: it lies in [0, 1)")

@@ -120,7 +120,8 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path) -> None:
                 axis.plot(*zip(*points, strict=True), style, markersize=size, label=key.replace("_", " "))
         axis.set(xlabel="updates", ylabel=label)
         axis.grid(alpha=0.3)
-        axis.legend()
+        if axis.lines:
+            axis.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
