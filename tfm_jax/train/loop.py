@@ -19,7 +19,7 @@ from tfm_jax.train.checkpoint import Checkpoints, average_params, load_params, s
 from tfm_jax.train.evaluate import evaluate_loss
 from tfm_jax.train.losses import TextToText
 from tfm_jax.train.report import Metrics, ProgressBar, plot_curves, read_metrics
-from tfm_jax.train.run import CHECKPOINTS, PARAMETERS, TOKENIZER, Fitted, open_run
+from tfm_jax.train.run import CHECKPOINTS, PARAMETERS, TOKENIZER, Fitted, check_run, open_run
 from tfm_jax.train.step import TrainState, abstract_state, init_state, train_step
 
 
@@ -40,22 +40,23 @@ def fit(run: config.Run, *, train: ParallelText, validation: ParallelText) -> Fi
     devices (when the limit is steps or epochs). Raises `ValueError` for another configuration than the directory's,
     for text that the model cannot take, and `FloatingPointError` when the loss is not finite.
     """
-    # the run directory and the vocabulary
-    directory = open_run(run)
-    tokenizer = _tokenizer(directory / TOKENIZER, train, run)
+    # may the run stand where it is wanted, on these devices?
+    check_run(run)
+    mesh, model = make_mesh(run.mesh), build(run.model)
+    abstract = abstract_state(model, run.optimizer, mesh)
 
-    # text to batches
-    mesh = make_mesh(run.mesh)
+    # text to vocabulary to batches; what is wrong with it is found before anything is written
+    tokenizer = _tokenizer(run, train)
     train_batches = _batches(run, train, tokenizer)
     validation_batches = _batches(run, validation, tokenizer, evaluation=True)
 
-    # model, objective, state: restored or born
-    model = build(run.model)
+    # objective and state: restored or born
+    directory = open_run(run, tokenizer)
     objective = TextToText(model, run.train.label_smoothing)
     with jax.set_mesh(mesh), ProgressBar() as bar:
         bar.note(_describe(model, tokenizer, train_batches, validation_batches))
         with Checkpoints(directory / CHECKPOINTS, keep_last=run.train.keep_last) as checkpoints:
-            state, record = _start(checkpoints, run, model, mesh)
+            state, record = _start(checkpoints, abstract, run, model, mesh)
             if int(state.step):
                 bar.note(f"continuing from update {int(state.step)} of {directory}")
             loop = _Loop(run, mesh, objective, train_batches, validation_batches, checkpoints, bar)
@@ -206,14 +207,13 @@ def _since(began: float, before: _Record) -> float:
     return before.seconds + time.monotonic() - began
 
 
-def _tokenizer(path: Path, train: ParallelText, run: config.Run) -> Tokenizer:
+def _tokenizer(run: config.Run, train: ParallelText) -> Tokenizer:
     """The run's vocabulary, learned from both sides of the training text when the run begins."""
+    path = Path(run.run_dir) / TOKENIZER
     if path.exists():
         return Tokenizer.load(path)
     lines = [*train.source, *train.target]
-    tokenizer = Tokenizer.train(lines, kind=run.data.tokenizer, vocab_size=run.model.vocab_size)
-    tokenizer.save(path)
-    return tokenizer
+    return Tokenizer.train(lines, kind=run.data.tokenizer, vocab_size=run.model.vocab_size)
 
 
 def _batches(run: config.Run, text: ParallelText, tokenizer: Tokenizer, *, evaluation: bool = False) -> Batches:
@@ -240,9 +240,10 @@ def _describe(model: Model, tokenizer: Tokenizer, train: Batches, validation: Ba
     )
 
 
-def _start(checkpoints: Checkpoints, run: config.Run, model: Model, mesh) -> tuple[TrainState, _Record]:
+def _start(
+    checkpoints: Checkpoints, abstract: TrainState, run: config.Run, model: Model, mesh: jax.sharding.Mesh
+) -> tuple[TrainState, _Record]:
     """The newest checkpoint, or the state before the first update."""
-    abstract = abstract_state(model, run.optimizer, mesh)
     rest = {"step": abstract.step, "key": abstract.key} | asdict(_Record())
     found = checkpoints.restore({"params": abstract.params, "opt_state": abstract.opt_state, "rest": rest})
     if found is None:

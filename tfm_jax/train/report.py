@@ -163,5 +163,6 @@ def _padded(sequences: list[list[int]], pad_id: int) -> jax.Array:
 
 
 def _labels(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    """Pieces as matplotlib may show them: spaces visible, no mathematics."""
-    return [piece.replace(" ", "␣").removesuffix("</w>").replace("$", r"\$") for piece in tokenizer.pieces(ids)]
+    """Pieces as matplotlib may show them: spaces and control characters visible, no mathematics."""
+    pieces = [piece.replace(" ", "␣").removesuffix("</w>").replace("$", r"\$") for piece in tokenizer.pieces(ids)]
+    return ["".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in piece) for piece in pieces]

@@ -39,10 +39,10 @@ class Fitted:
         return Path(self.run.run_dir)
 
 
-def open_run(run: config.Run) -> Path:
-    """Make the run directory, or check that it belongs to this configuration, so that the run continues.
+def check_run(run: config.Run) -> None:
+    """Raise `ValueError` unless the run directory is new or empty, or holds a run of this configuration to continue.
 
-    Raises `ValueError` naming the fields in which the configuration there differs; only run_dir, the place, may.
+    The message names the fields in which the configuration there differs; only run_dir, the place, may.
     """
     directory, path = Path(run.run_dir), Path(run.run_dir) / "config.json"
     if path.exists():
@@ -53,12 +53,20 @@ def open_run(run: config.Run) -> Path:
                 + "\n  ".join(lines)
                 + "\nchoose another --run-dir, or give the values of that run to continue it"
             )
-        return directory
     # a kill while config.json was being written leaves its first part
-    if directory.exists() and any(entry.name != "config.json.partial" for entry in directory.iterdir()):
+    elif directory.exists() and any(entry.name != "config.json.partial" for entry in directory.iterdir()):
         raise ValueError(f"{directory} is not empty and holds no run (no config.json): choose another --run-dir")
+
+
+def open_run(run: config.Run, tokenizer: Tokenizer) -> Path:
+    """Make the run directory with its configuration and vocabulary, or continue the one that is there (`check_run`)."""
+    check_run(run)
+    directory = Path(run.run_dir)
     directory.mkdir(parents=True, exist_ok=True)
-    write_whole(path, config.to_json(run))
+    if not (directory / "config.json").exists():
+        write_whole(directory / "config.json", config.to_json(run))
+    if not (directory / TOKENIZER).exists():
+        tokenizer.save(directory / TOKENIZER)
     return directory
 
 
