@@ -4,7 +4,7 @@
     target  2021-04-03                        2021-04-03                    2021-04-03
 
 The examples are generated, so nothing is downloaded; training, validation and test share no date. Expected: exact
-match of at least 0.99 on the 2,500 test dates, in about three minutes on two CPU cores.
+match of at least 0.99 on the 2,500 test dates, in about two minutes on two CPU cores.
 
     python experiments/dates.py
 """

@@ -135,7 +135,7 @@ def _search(model, params, tokenizer, sources, length, settings) -> list[list[Tr
         for b in range(len(sources))
     ]
     texts = tokenizer.decode([list(hypothesis) for row in ids for hypothesis in row])
-    hypotheses = [
+    return [
         [
             Translation(texts[b * settings.beams + w], float(found.scores[b, w]), ids[b][w], bool(found.ended[b, w]))
             for w in range(settings.beams)
@@ -143,4 +143,3 @@ def _search(model, params, tokenizer, sources, length, settings) -> list[list[Tr
         ]
         for b in range(len(sources))
     ]
-    return hypotheses
