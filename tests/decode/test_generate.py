@@ -10,8 +10,8 @@ import pytest
 
 from tfm_jax.decode.beam import BeamSettings
 from tfm_jax.decode.generate import generate
-from tfm_jax.models import Model
-from tfm_jax.models.transformer import Dropout, Transformer, TransformerConfig, transformer
+from tfm_jax.models import Model, build
+from tfm_jax.models.transformer import Dropout, Transformer, TransformerConfig
 
 V, B, S, T = 13, 7, 5, 6
 PAD, EOS, BOS = 0, 1, 2
@@ -28,9 +28,9 @@ CONFIG = TransformerConfig(
     head_bias=True,
     dropout=Dropout(0.0, 0.0),
 )
-MODEL = transformer(CONFIG)
+MODEL = build(CONFIG)
 # generation never drops anything (B20), so every comparison below is with a model that cannot
-DROPPING = transformer(replace(CONFIG, dropout=Dropout(0.5, 0.5, 0.5, 0.5)))
+DROPPING = build(replace(CONFIG, dropout=Dropout(0.5, 0.5, 0.5, 0.5)))
 GREEDY = BeamSettings(1, T, 1.0, True, EOS, PAD)
 BEAM = BeamSettings(3, T, 0.6, False, EOS, PAD)
 EARLY = BeamSettings(3, T, 1.0, True, EOS, PAD)

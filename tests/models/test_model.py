@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from tfm_jax.models import FAMILIES, Model, build, family
-from tfm_jax.models.transformer import Dropout, Transformer, TransformerConfig, transformer, transformer_base
+from tfm_jax.models.transformer import Dropout, Transformer, TransformerConfig, transformer_base
 from tfm_jax.nn import Embedding
 from tfm_jax.sharding import PARAMETER_AXES
 
@@ -43,7 +43,7 @@ def quick_compilation():
 
 @pytest.fixture(scope="module")
 def model():
-    return transformer(CONFIG)
+    return build(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def paths(tree, is_leaf=None):
 
 
 def test_parameters_are_a_function_of_the_key_alone(model, params):
-    again, other = transformer(CONFIG).init(jax.random.key(0)), model.init(jax.random.key(1))
+    again, other = build(CONFIG).init(jax.random.key(0)), model.init(jax.random.key(1))
     jax.tree.map(np.testing.assert_array_equal, again, params)
     same = {path for path, leaf in paths(params).items() if (leaf == paths(other)[path]).all()}
     assert same == {path for path in paths(params) if path.endswith(("bias", "scale"))}
@@ -73,7 +73,7 @@ def test_shapes_are_those_of_the_parameters(model, params):
 def test_shapes_of_a_large_model_cost_nothing():
     """Billions of parameters are described without being made."""
     config = dataclasses.replace(transformer_base(), d_model=16_384, d_ff=65_536, num_encoder_layers=60)
-    assert transformer(config).num_parameters > 200e9
+    assert build(config).num_parameters > 200e9
 
 
 def test_axes_name_every_dimension(model):
@@ -138,9 +138,9 @@ def test_the_flax_module_gives_the_same_numbers(model, params):
 
 def test_equal_models_are_one_key():
     """B55: equal configuration, equal model, equal hash; any difference in a nested field tells them apart."""
-    one, other = transformer(CONFIG), Model(Transformer, dataclasses.replace(CONFIG))
+    one, other = build(CONFIG), Model(Transformer, dataclasses.replace(CONFIG))
     assert one == other and hash(one) == hash(other) and one == build(CONFIG)
-    assert one != transformer(dataclasses.replace(CONFIG, dropout=Dropout(embedding=0.25)))
+    assert one != build(dataclasses.replace(CONFIG, dropout=Dropout(embedding=0.25)))
     with pytest.raises(dataclasses.FrozenInstanceError):
         one.config = CONFIG
 

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tfm_jax.models import build
 from tfm_jax.models.transformer import (
     Dropout,
     TransformerConfig,
-    transformer,
     transformer_base,
     transformer_big,
     transformer_tiny,
@@ -78,7 +78,7 @@ def quick_compilation():
 
 @functools.cache
 def prepared(config):
-    model = transformer(config)
+    model = build(config)
     return model, random_params(model)
 
 
@@ -379,10 +379,10 @@ def base_parameters(vocab, d, f, layers):
 
 
 def test_presets_have_the_published_sizes():
-    assert transformer(transformer_tiny()).num_parameters == 2_568_192
-    assert transformer(transformer_base()).num_parameters == base_parameters(37_000, 512, 2048, 6) == 63_082_496
-    assert transformer(transformer_big()).num_parameters == base_parameters(37_000, 1024, 4096, 6) == 214_245_376
-    assert transformer(transformer_tiny(5)).num_parameters == base_parameters(5, 128, 256, 4)
+    assert build(transformer_tiny()).num_parameters == 2_568_192
+    assert build(transformer_base()).num_parameters == base_parameters(37_000, 512, 2048, 6) == 63_082_496
+    assert build(transformer_big()).num_parameters == base_parameters(37_000, 1024, 4096, 6) == 214_245_376
+    assert build(transformer_tiny(5)).num_parameters == base_parameters(5, 128, 256, 4)
 
 
 @pytest.mark.parametrize("config", COMBINATIONS, ids=name_of)
@@ -396,7 +396,7 @@ def test_parameter_count_is_the_closed_form(config):
     total = tables * V * D + config.head_bias * V
     total += 3 * (attention + feed_forward + 2 * norm) + 2 * (2 * attention + feed_forward + 3 * norm)
     total += 2 * norm * (config.norm == "pre") + 2 * MAX * D * (config.positions == "learned")
-    model = transformer(config)
+    model = build(config)
     assert model.num_parameters == total
     assert set(model.shapes) >= {"embedding", "encoder", "decoder"}
 
@@ -761,7 +761,7 @@ def test_attention_weights_are_rows_that_sum_to_one(layer):
 
 def test_without_a_key_there_is_no_dropout():
     """B20, I13: all rates 0.5; twice the same, and that of the model with rates of 0."""
-    (model, params), never = prepared(replace(PLAIN, dropout=Dropout(0.5, 0.5, 0.5, 0.5))), transformer(PLAIN)
+    (model, params), never = prepared(replace(PLAIN, dropout=Dropout(0.5, 0.5, 0.5, 0.5))), build(PLAIN)
     source, tokens = random_tokens(1, 3, 6), random_tokens(2, 3, 5)
     once, twice = (apply(model, params, source, tokens) for _ in range(2))
     np.testing.assert_array_equal(once, twice)
@@ -816,16 +816,16 @@ def test_equal_models_compile_once():
 
     _, params = prepared(PLAIN)
     for _ in range(3):
-        size(transformer(replace(PLAIN)), params)
+        size(build(replace(PLAIN)), params)
     assert len(traces) == 1
-    size(transformer(replace(PLAIN, norm="pre")), params)
+    size(build(replace(PLAIN, norm="pre")), params)
     assert len(traces) == 2
 
 
 def test_dtypes_stay_under_x64():
     """B56: float32 parameters, logits and cache, int32 positions, and the same numbers."""
     config = replace(PLAIN, norm="pre", max_length=17)  # a model that nothing has traced yet
-    model = transformer(config)
+    model = build(config)
     with jax.enable_x64(True):
         assert {x.dtype.name for x in jax.tree.leaves(model.shapes)} == {"float32"}
         born = jax.eval_shape(model.init, jax.random.key(0))

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
 from tfm_jax import config
-from tfm_jax.models.transformer import Dropout, TransformerConfig, transformer
+from tfm_jax.models import build
+from tfm_jax.models.transformer import Dropout, TransformerConfig
 from tfm_jax.sharding import batch_sharding, make_mesh
 from tfm_jax.train import losses
 from tfm_jax.train.losses import TextToText
@@ -344,7 +345,7 @@ def test_the_output_layer_over_devices_is_that_of_one():
 
 def test_text_to_text_scores_the_logits_of_the_model():
     """The objective is the loss and the accuracy of the model's logits."""
-    model = transformer(
+    model = build(
         TransformerConfig(
             V, d_model=6, d_ff=5, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, dropout=Dropout(0.5, 0.5)
         )

@@ -11,7 +11,8 @@ import optax
 import pytest
 
 from tfm_jax import config
-from tfm_jax.models.transformer import Dropout, TransformerConfig, transformer
+from tfm_jax.models import build
+from tfm_jax.models.transformer import Dropout, TransformerConfig
 from tfm_jax.sharding import batch_sharding, make_mesh, parameter_shardings, replicated
 from tfm_jax.train.losses import TextToText
 from tfm_jax.train.optim import make_schedule
@@ -31,7 +32,7 @@ CONFIG = TransformerConfig(
     d_v=5,
     dropout=Dropout(embedding=0.0, residual=0.1, attention=0.1),
 )
-MODEL = transformer(CONFIG)
+MODEL = build(CONFIG)
 OPTIMIZER = config.Optimizer(learning_rate=0.01, warmup_steps=10, clip_norm=1.0)
 ONE = config.Mesh()
 MESHES = {"data 8": config.Mesh(data=8), "fsdp 8": config.Mesh(fsdp=8), "data 4 model 2": config.Mesh(data=4, model=2)}
@@ -184,7 +185,7 @@ def test_abstract_state_describes_the_state(born):
 
 
 def test_a_mesh_that_does_not_divide_the_model_is_refused():
-    odd = transformer(replace(CONFIG, d_ff=13))
+    odd = build(replace(CONFIG, d_ff=13))
     with pytest.raises(ValueError, match="feed_forward.*mlp of size 13.*model of 2"):
         init_state(jax.random.key(0), model=odd, optimizer=OPTIMIZER, mesh=make_mesh(config.Mesh(model=2)))
 
@@ -306,7 +307,7 @@ def test_random_tokens_cannot_be_learned(born):
 def test_evaluation_has_no_dropout(born):
     """B20: twice the same, and the sums of the model that cannot drop."""
     batch = make_batch(1, lengths=UNEQUAL)
-    never = TextToText(transformer(replace(CONFIG, dropout=Dropout(0.0, 0.0))), 0.1)
+    never = TextToText(build(replace(CONFIG, dropout=Dropout(0.0, 0.0))), 0.1)
     once, twice = (eval_step(born.params, batch, objective=TextToText(MODEL, 0.1)) for _ in range(2))
     assert_equal(once, twice)
     expected = eval_step(born.params, batch, objective=never)

@@ -9,7 +9,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from tfm_jax.config import require, require_rates
-from tfm_jax.models.model import Model
 from tfm_jax.nn.attention import head_size
 from tfm_jax.nn.blocks import BlockSizes, Decoder, Encoder
 from tfm_jax.nn.layers import Embedding, param, xavier_uniform, zeros
@@ -230,9 +229,7 @@ class Transformer(nnx.Module):
         embedding = getattr(self, "source_embedding", self.embedding)
         embed_key, stack_key = _two(key)
         x = self._embed(tokens, _positions(tokens, positions), embedding, "source_position_embedding", embed_key)
-        mask = (
-            None if segment_ids is None else AttentionMask(query_segment_ids=segment_ids, key_segment_ids=segment_ids)
-        )
+        mask = AttentionMask(query_segment_ids=segment_ids, key_segment_ids=segment_ids)
         return x, mask, stack_key
 
     def _decoder_inputs(self, encoded, tokens, source_segment_ids, segment_ids, positions, key):
@@ -285,11 +282,6 @@ def _positions(tokens, positions):
 
 def _two(key):
     return (None, None) if key is None else tuple(jax.random.split(key))
-
-
-def transformer(config: TransformerConfig) -> Model:
-    """The model of a configuration."""
-    return Model(Transformer, config)
 
 
 def transformer_base(vocab_size: int = 37_000) -> TransformerConfig:

@@ -25,36 +25,14 @@ def cross_entropy(
 
     The target distribution is (1 - label_smoothing) on the target and label_smoothing spread evenly over all V entries
     (Szegedy et al. 2016; torch's rule), so its terms add up to one. Whatever stands where the weight is 0 counts for
-    nothing. A target outside 0 .. V - 1 with a weight gives NaN.
+    nothing. A target outside 0 .. V - 1 with a weight gives NaN. Training goes through `linear_cross_entropy`.
     """
-    loss_BT = _token_loss(logits.astype(jnp.float32), targets, label_smoothing)
-    return jnp.where(weights > 0, loss_BT * weights, 0.0).sum(), weights.sum()
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _token_loss(logits, targets, label_smoothing):
-    return _token_loss_forward(logits, targets, label_smoothing)[0]
-
-
-def _token_loss_forward(logits, targets, label_smoothing):
-    normaliser_BT = jax.nn.logsumexp(logits, axis=-1)
-    loss_BT = normaliser_BT - (1.0 - label_smoothing) * _target_logit(logits, targets)
+    # whatever a token without weight has for logits, NaN included, must not reach the gradient
+    logits = jnp.where((weights > 0)[..., None], logits.astype(jnp.float32), 0.0)
+    loss_BT = jax.nn.logsumexp(logits, axis=-1) - (1.0 - label_smoothing) * _target_logit(logits, targets)
     if label_smoothing:
         loss_BT = loss_BT - label_smoothing * logits.mean(axis=-1)
-    return loss_BT, (logits, targets, normaliser_BT)
-
-
-def _token_loss_backward(label_smoothing, residuals, gradient_BT):
-    """softmax - target distribution in one pass over B T V, which automatic differentiation makes in five."""
-    logits, targets, normaliser_BT = residuals
-    probabilities = jnp.exp(logits - normaliser_BT[..., None])
-    is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
-    target = jnp.where(is_target, 1.0 - label_smoothing, 0.0) + label_smoothing / logits.shape[-1]
-    # a select, because a token without weight may have any logits, NaN included
-    return jnp.where(gradient_BT[..., None] != 0, (probabilities - target) * gradient_BT[..., None], 0.0), None
-
-
-_token_loss.defvjp(_token_loss_forward, _token_loss_backward)
+    return jnp.where(weights > 0, loss_BT * weights, 0.0).sum(), weights.sum()
 
 
 def _target_logit(logits, targets):
@@ -171,14 +149,9 @@ class TextToText:
 
     def __call__(self, params: dict, batch: dict[str, Any], key: Key[Array, ""] | None) -> Sums:
         """By metric, (sum, weight): `loss` is what training minimises, `accuracy` counts target tokens."""
-        x = self.model.features(
-            params,
-            batch["source_tokens"],
-            batch["tokens"],
-            source_segment_ids=batch["source_segment_ids"],
-            segment_ids=batch["segment_ids"],
-            key=key,
-        )
+        names = ("source_segment_ids", "segment_ids", "source_positions", "positions")
+        inputs = {name: batch[name] for name in names if name in batch}
+        x = self.model.features(params, batch["source_tokens"], batch["tokens"], key=key, **inputs)
         return linear_cross_entropy(
             x,
             self.model.output_layer(params),
