@@ -41,6 +41,7 @@ TRAIN, VALIDATION, TEST = 60_000, 1_000, 2_500
 
 def main(config: Run[TransformerConfig]) -> None:
     """Train, read the test dates, score each language."""
+    config.data.refuse("dir", "train_source", "validation_source", "test_source")
     splits = dates(train=TRAIN, validation=VALIDATION, test=TEST, seed=config.data.seed)
     fitted = fit(config, train=splits["train"], validation=splits["validation"])
     test = splits["test"]

@@ -56,6 +56,7 @@ def read(folder: str, name: str) -> ParallelText:
 
 def main(config: Run[TransformerConfig]) -> None:
     """Train, translate the 2016 test set, score it."""
+    config.data.refuse("train_source", "validation_source", "test_source")
     train, validation, test = (read(config.data.dir, name) for name in ("train", "val", "test_2016_flickr"))
     fitted = fit(config, train=train, validation=validation)
     scores, _ = conclude(fitted, test)

@@ -43,7 +43,8 @@ CONFIG = Run(
 
 def read(data: Data) -> tuple[ParallelText, ParallelText, ParallelText]:
     """Training, validation and test pairs, as the configuration names them."""
-    if not (data.train_source and data.train_target):
+    data.refuse("dir")
+    if not data.train_source:
         raise SystemExit("give the training text: --data.train-source FILE --data.train-target FILE")
     train = read_parallel(data.train_source, data.train_target)
     if data.validation_source:

@@ -245,3 +245,16 @@ def test_command_line_help_shows_every_field(capsys):
 
     assert not [flag for flag in flags(run(), "") if flag not in said]
     assert "On the attention weights." in said and "Length of the linear warm-up." in said
+
+
+@pytest.mark.parametrize("part", ["train", "validation", "test"])
+def test_a_source_needs_its_target(part):
+    for side in ("source", "target"):
+        with pytest.raises(ValueError, match=f"data.{part}_source.*data.{part}_target.*both files or neither"):
+            Data(**{f"{part}_{side}": "file"})
+
+
+def test_what_an_experiment_does_not_read_is_refused():
+    Data().refuse("dir", "train_source")
+    with pytest.raises(ValueError, match="data.dir is 'folder', but this experiment does not read it"):
+        Data(dir="folder").refuse("train_source", "dir")

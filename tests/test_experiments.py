@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,12 +117,15 @@ def test_parallel_text(tmp_path):
     assert (tmp_path / "run" / "alignments.png").exists() and (tmp_path / "run" / "curves.png").exists()
 
 
-def test_parallel_text_without_training_text_says_what_to_give(tmp_path, monkeypatch):
+def test_parallel_text_without_training_text_says_what_to_give(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for data in ("", "--data.train-source some.en"):
-        config = tyro.cli(Run[TransformerConfig], default=parallel_text.CONFIG, args=data.split())
-        with pytest.raises(SystemExit, match="--data.train-source FILE --data.train-target FILE"):
-            parallel_text.main(config)
+    with pytest.raises(SystemExit, match="--data.train-source FILE --data.train-target FILE"):
+        parallel_text.main(parallel_text.CONFIG)
+    # one side alone is found when the configuration is built
+    with pytest.raises(SystemExit):
+        tyro.cli(Run[TransformerConfig], default=parallel_text.CONFIG, args=["--data.train-source", "some.en"])
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "data.train_source is 'some.en', data.train_target '': give both files or neither" in said
     assert not os.listdir()
 
 
@@ -166,3 +170,13 @@ def test_parallel_text_that_is_too_long_to_score_does_not_cost_the_training(tmp_
         assert "30" in str(error) and not trained
     else:
         assert (tmp_path / "run" / "result.json").exists()
+
+
+@pytest.mark.parametrize("name, option", [("dates", "dir"), ("multi30k", "train_source"), ("parallel_text", "dir")])
+def test_files_that_an_experiment_does_not_read_are_refused(name, option, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = {option: "x"} | ({"train_target": "x"} if option == "train_source" else {})
+    config = replace(EXPERIMENTS[name].CONFIG, data=replace(EXPERIMENTS[name].CONFIG.data, **data))
+    with pytest.raises(ValueError, match=f"data.{option} is 'x', but this experiment does not read it"):
+        EXPERIMENTS[name].main(config)
+    assert not os.listdir()

@@ -83,6 +83,18 @@ class Data:
             f"data.tokens_per_batch ({self.tokens_per_batch}) is below data.max_length ({self.max_length}): "
             "the longest pair would fit no batch",
         )
+        for part in ("train", "validation", "test"):
+            source, target = getattr(self, f"{part}_source"), getattr(self, f"{part}_target")
+            require(
+                bool(source) == bool(target),
+                f"data.{part}_source is {source!r}, data.{part}_target {target!r}: give both files or neither",
+            )
+
+    def refuse(self, *names: str) -> None:
+        """Raise `ValueError` for a file or folder given to an experiment that would not read it."""
+        for name in names:
+            value = getattr(self, name)
+            require(not value, f"data.{name} is {value!r}, but this experiment does not read it: leave it out")
 
 
 @dataclass(frozen=True)

@@ -141,46 +141,16 @@ def encoder_block(
     params: attention, attention_norm, feed_forward, feed_forward_norm.
     """
     keys = _split(key, 4)
-    h = _enter(params["attention_norm"], x, settings)
-    projected = keys_values(params["attention"], h, h)
-    y = attend(
-        params["attention"], h, projected, mask=mask, dropout_rate=settings.attention_dropout, dropout_key=keys[0]
-    )
-    x = _leave(params["attention_norm"], x, y, settings, keys[1])
+    x, _ = _self_attention_sublayer(params, x, mask, settings, keys[:2])
     return _feed_forward_sublayer(params, x, settings, keys[2:])
 
 
 def encoder_block_weights(
     params: dict, x: Float[Array, "B T D"], *, mask: Mask, settings: BlockSettings
 ) -> Float[Array, "B N T T"]:
-    """The self-attention weights of `encoder_block` at its input x."""
+    """The self-attention weights of `encoder_block` (and of `decoder_block`, which begins alike) at its input x."""
     h = _enter(params["attention_norm"], x, settings)
     return head_weights(params["attention"], h, keys_values(params["attention"], h, h), mask=mask)
-
-
-def decoder_self_attention(
-    params: dict,
-    x: Float[Array, "B T D"],
-    *,
-    mask: Mask,
-    settings: BlockSettings,
-    key: Dropout = None,
-    cache: KeyValue | None = None,
-    start: Int[Array, ""] | None = None,
-) -> tuple[Float[Array, "B T D"], KeyValue]:
-    """The first sublayer of `decoder_block`: its output and the keys and values that it attended to.
-
-    With a cache the T new columns are written at `start` and the mask speaks of all its columns.
-    """
-    keys = _split(key, 2)
-    h = _enter(params["attention_norm"], x, settings)
-    projected = keys_values(params["attention"], h, h)
-    if cache is not None:
-        projected = write(cache, projected, start)
-    y = attend(
-        params["attention"], h, projected, mask=mask, dropout_rate=settings.attention_dropout, dropout_key=keys[0]
-    )
-    return _leave(params["attention_norm"], x, y, settings, keys[1]), projected
 
 
 def decoder_block(
@@ -198,13 +168,13 @@ def decoder_block(
     """Causal self-attention, attention to the encoder and feed-forward (Vaswani et al. 2017, section 3.1).
 
     `cross` holds the encoder's output as keys and values of this block (`keys_values(params["cross_attention"], ...)`).
-    Returns the output and the keys and values of self-attention, which are the cache's new content when one is given.
+    Returns the output and the keys and values of self-attention, which are the cache's new content when one is given:
+    its T new columns are written at `start`, and the mask speaks of all its columns.
     params: attention, attention_norm, cross_attention, cross_attention_norm, feed_forward, feed_forward_norm.
     """
     keys = _split(key, 5)
-    x, projected = decoder_self_attention(
-        params, x, mask=mask, settings=settings, key=keys[0], cache=cache, start=start
-    )
+    own_keys = _split(keys[0], 2)
+    x, projected = _self_attention_sublayer(params, x, mask, settings, own_keys, cache=cache, start=start)
     h = _enter(params["cross_attention_norm"], x, settings)
     y = attend(
         params["cross_attention"],
@@ -228,11 +198,21 @@ def decoder_block_weights(
     settings: BlockSettings,
 ) -> tuple[Float[Array, "B N T T"], Float[Array, "B N T S"]]:
     """The weights of self-attention and of cross-attention of `decoder_block` at its input x."""
-    h = _enter(params["attention_norm"], x, settings)
-    own = head_weights(params["attention"], h, keys_values(params["attention"], h, h), mask=mask)
-    x, _ = decoder_self_attention(params, x, mask=mask, settings=settings)
+    own = encoder_block_weights(params, x, mask=mask, settings=settings)
+    x, _ = _self_attention_sublayer(params, x, mask, settings, _split(None, 2))
     h = _enter(params["cross_attention_norm"], x, settings)
     return own, head_weights(params["cross_attention"], h, cross, mask=cross_mask)
+
+
+def _self_attention_sublayer(params, x, mask, settings, keys, *, cache=None, start=None):
+    h = _enter(params["attention_norm"], x, settings)
+    projected = keys_values(params["attention"], h, h)
+    if cache is not None:
+        projected = write(cache, projected, start)
+    y = attend(
+        params["attention"], h, projected, mask=mask, dropout_rate=settings.attention_dropout, dropout_key=keys[0]
+    )
+    return _leave(params["attention_norm"], x, y, settings, keys[1]), projected
 
 
 def _feed_forward_sublayer(params, x, settings, keys):
