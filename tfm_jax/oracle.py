@@ -1,53 +1,47 @@
-"""The papers' equations in plain NumPy, float64, one query at a time: what every faster path is compared with.
+"""Attention from the papers' equations in plain NumPy, float64, with its gradients written by hand: what every faster
+path is compared with. The biases stand in `oracle_biases`, what is made of attention in `oracle_blocks`.
 
-Nothing here is fast, differentiable or shared with the code under test. Each function repeats the contract of the
-function of the same name in `ops` or `train.losses`, with the same parameters and axes, and turns what it is given into
-float64.
+Nothing here is fast or shared with the code under test. Functions, masks and biases have the names, parameters and axes
+of those in `ops`, and the same contract; what they are given becomes float64. A query and a key that it may not see are
+skipped, not multiplied by zero, so that nothing hidden can matter, NaN included.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-ACTIVATIONS = {
-    "relu": lambda x: np.maximum(x, 0.0),
-    "gelu": lambda x: x * 0.5 * (1.0 + np.vectorize(math.erf)(x / math.sqrt(2.0))),
-    "gelu_tanh": lambda x: 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))),
-    "silu": lambda x: x / (1.0 + np.exp(-x)),
-}
+from tfm_jax.oracle_biases import (  # noqa: F401  (biases are asked of this module: oracle.ALiBi)
+    ALiBi,
+    AttentionBias,
+    DenseBias,
+    ScoreFunction,
+    ShawBias,
+    SoftCap,
+    T5Bias,
+    alibi_slopes,
+    as_biases,
+    outer_sums,
+    products,
+    relative_position_bucket,
+    rows_that_see,
+    weighted_sums,
+    wide,
+)
 
 
 def attention_weights(
-    query: ArrayLike,
-    key: ArrayLike,
-    *,
-    mask: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    scale: float | None = None,
+    query: ArrayLike, key: ArrayLike, *, mask: ArrayLike | None = None, bias: Any = None, scale: float | None = None
 ) -> np.ndarray:
     """softmax(Q K^T * scale + bias) of Vaswani et al. (2017), eq. 1: query B T N H, key B S K H, result B N T S.
 
-    mask (boolean, True = attend) and bias broadcast to B N T S; a query that may attend to nothing has weights 0.
-    Raises `ValueError` for a mask that is not boolean.
+    mask (boolean, True = attend) broadcasts to B N T S. bias: a float array that does, an `AttentionBias`, or a tuple
+    or list of these, applied in order; a score of -inf hides the key. scale: None is 1 / sqrt(H). A query that sees
+    nothing has weights 0. Raises `ValueError` for a mask that is not boolean, and for a bias that is.
     """
-    query, key = _wide(query), _wide(key)
-    (B, T, N, H), (_, S, K, _) = query.shape, key.shape
-    mask = np.asarray(True if mask is None else mask)
-    if mask.dtype != bool:
-        raise ValueError(f"mask has dtype {mask.dtype}: a boolean array is expected, True where a query may attend")
-    mask, bias = (np.broadcast_to(x, (B, N, T, S)) for x in (mask, _wide(0.0 if bias is None else bias)))
-    scale = 1.0 / math.sqrt(H) if scale is None else scale
-    weights = np.zeros((B, N, T, S))
-    for b, n, t in np.ndindex(B, N, T):
-        shared = n // (N // K)
-        logits = np.full(S, -np.inf)
-        for s in range(S):
-            if mask[b, n, t, s]:
-                logits[s] = query[b, t, n] @ key[b, s, shared] * scale + bias[b, n, t, s]
-        if logits.max() > -np.inf:
-            weights[b, n, t] = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
-    return weights
+    return _scores(query, key, mask, bias, scale).weights
 
 
 def dot_product_attention(
@@ -56,191 +50,183 @@ def dot_product_attention(
     value: ArrayLike,
     *,
     mask: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
+    bias: Any = None,
     scale: float | None = None,
+    dropout_rate: float = 0.0,
+    keep: ArrayLike | None = None,
 ) -> np.ndarray:
-    """The weighted sum of the values B S K E by `attention_weights`: B T N E."""
-    value = _wide(value)
-    weights = attention_weights(query, key, mask=mask, bias=bias, scale=scale)
-    (B, N, T, S), (_, _, K, E) = weights.shape, value.shape
-    output = np.zeros((B, T, N, E))
-    for b, n, t in np.ndindex(B, N, T):
-        for s in range(S):
-            if weights[b, n, t, s] > 0.0:  # what is not seen has no part, even a NaN
-                output[b, t, n] += weights[b, n, t, s] * value[b, s, n // (N // K)]
-    return output
+    """The sum of the values B S K E by `attention_weights`: B T N E.
+
+    keep: booleans B N T S, the choices of dropout; weights that are kept are divided by 1 - dropout_rate. None: all are
+    kept as they are.
+    """
+    past, value = _scores(query, key, mask, bias, scale), wide(value)
+    weights = _dropout(past.weights, dropout_rate, keep)
+    output = weighted_sums(weights, value, _key_heads(weights, value), past.visible)
+    return output + sum(one.values(weights, past.visible) for one in past.biases)
+
+
+class Gradients(NamedTuple):
+    """Of a scalar loss, by each argument of attention and in its shape."""
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    bias: tuple[dict[str, Any], ...]
+    """For each bias in order: the name of a field -> its gradient; of `ScoreFunction.params`, a tuple of gradients."""
+
+
+def attention_gradients(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    gradient: ArrayLike,
+    *,
+    mask: ArrayLike | None = None,
+    bias: Any = None,
+    scale: float | None = None,
+    dropout_rate: float = 0.0,
+    keep: ArrayLike | None = None,
+) -> Gradients:
+    """The gradients of a loss whose gradient by the output of `dot_product_attention` is `gradient`, B T N E."""
+    past = _scores(query, key, mask, bias, scale)
+    key, value, gradient = wide(key), wide(value), wide(gradient)
+    visible, weights = past.visible, _dropout(past.weights, dropout_rate, keep)
+
+    at = _key_heads(weights, value)
+    by_value = outer_sums(weights, gradient, value.shape, at, visible)
+    by_weights = products(value, gradient, at, visible)
+    by_bias = []
+    for one in past.biases:
+        more_by_weights, by_fields = one.values_gradients(weights, visible, gradient)
+        by_weights += more_by_weights
+        by_bias.append(by_fields)
+
+    by_weights = _dropout(by_weights, dropout_rate, keep)
+    # the Jacobian of a softmax p is diag(p) - p p^T
+    by_scores = past.weights * (by_weights - (past.weights * by_weights).sum(axis=3, keepdims=True))
+
+    by_query = np.zeros(past.query.shape)
+    for i in reversed(range(len(past.biases))):
+        backward = past.biases[i].scores_gradients
+        by_scores, more_by_query, by_fields = backward(past.inputs[i], past.query, visible, by_scores)
+        by_scores = np.where(visible, by_scores, 0.0)
+        by_query += more_by_query
+        by_bias[i] |= by_fields
+    by_query += weighted_sums(by_scores, key, at, visible)
+    by_key = outer_sums(by_scores, past.query, key.shape, at, visible)
+    return Gradients(by_query * past.scale, by_key, by_value, tuple(by_bias))
+
+
+class _Scores(NamedTuple):
+    """The forward pass up to the weights, and what the backward pass needs of it."""
+
+    query: np.ndarray  # B T N H, times the scale
+    scale: float
+    biases: tuple[AttentionBias, ...]
+    inputs: list[np.ndarray]  # the scores B N T S that each bias was given
+    visible: np.ndarray  # B N T S
+    weights: np.ndarray  # B N T S, 0 where not visible
+
+
+def _scores(query, key, mask, bias, scale):
+    query, key, biases = wide(query), wide(key), as_biases(bias)
+    (B, T, N, H), S = query.shape, key.shape[1]
+    mask = np.asarray(True if mask is None else mask)
+    if mask.dtype != bool:
+        raise ValueError(f"mask has dtype {mask.dtype}: a boolean array is expected, True where a query may attend")
+    scale = 1.0 / math.sqrt(H) if scale is None else scale
+    query, visible = query * scale, np.broadcast_to(mask, (B, N, T, S))
+    scores, inputs = products(key, query, _key_heads(visible, key), visible), []
+    for one in biases:
+        inputs.append(scores)
+        scores = one.scores(scores, query, visible)
+        visible = visible & (scores != -np.inf)
+        scores = np.where(visible, scores, 0.0)
+    weights = np.zeros((B, N, T, S))
+    for b, n, t, seen in rows_that_see(visible):
+        powers = np.exp(scores[b, n, t, seen] - scores[b, n, t, seen].max())
+        weights[b, n, t, seen] = powers / powers.sum()
+    return _Scores(query, scale, biases, inputs, visible, weights)
+
+
+def _dropout(weights, rate, keep):
+    """Linear and diagonal, so it is its own backward pass."""
+    return weights if keep is None else np.where(keep, weights / (1.0 - rate), 0.0)
 
 
 def causal_mask(query_positions: ArrayLike, key_positions: ArrayLike) -> np.ndarray:
     """Positions B T and B S (either B may be 1) to B 1 T S: True where 0 <= key position <= query position."""
-    return _pairs(query_positions, key_positions, lambda query, key: 0 <= key <= query)
+    return _pairs(lambda query, key: 0 <= key <= query, [query_positions], [key_positions])
 
 
 def padding_mask(query_segment_ids: ArrayLike, key_segment_ids: ArrayLike) -> np.ndarray:
     """Segment ids B T and B S (either B may be 1) to B 1 T S: True within a segment, never for padding (0)."""
-    return _pairs(query_segment_ids, key_segment_ids, lambda query, key: query == key > 0)
+    return _pairs(lambda query, key: query == key > 0, [query_segment_ids], [key_segment_ids])
 
 
-def sinusoidal_positions(positions: ArrayLike, d_model: int) -> np.ndarray:
-    """PE(pos, 2i) = sin(pos / 10000^(2i/D)), PE(pos, 2i+1) = cos of the same (Vaswani et al. 2017, section 3.5).
-
-    Positions B T to B T D.
-    """
-    positions = np.asarray(positions)
-    table = np.zeros((*positions.shape, d_model))
-    for b, t in np.ndindex(positions.shape):
-        for column in range(d_model):
-            angle = int(positions[b, t]) / 10000.0 ** (2 * (column // 2) / d_model)
-            table[b, t, column] = math.cos(angle) if column % 2 else math.sin(angle)
-    return table
-
-
-def sinusoidal_table(length: int, d_model: int) -> np.ndarray:
-    """Rows 0 .. length - 1 of `sinusoidal_positions`: length D."""
-    return sinusoidal_positions([range(length)], d_model)[0]
-
-
-def layer_norm(params: dict, x: ArrayLike, *, eps: float) -> np.ndarray:
-    """(x - mean) / sqrt(variance + eps) * scale + bias of every vector of B T D (Ba et al. 2016)."""
-    x, scale, bias = _wide(x), _wide(params["scale"]), _wide(params["bias"])
-    output = np.zeros(x.shape)
-    for b, t in np.ndindex(x.shape[:2]):
-        mean = x[b, t].sum() / x.shape[2]
-        variance = ((x[b, t] - mean) ** 2).sum() / x.shape[2]
-        output[b, t] = (x[b, t] - mean) / math.sqrt(variance + eps) * scale + bias
-    return output
-
-
-def feed_forward(params: dict, x: ArrayLike, *, activation: str) -> np.ndarray:
-    """activation(x W1 + b1) W2 + b2 of every vector of B T D (Vaswani et al. 2017, eq. 2)."""
-    x, up, down = _wide(x), _wide(params["up"]), _wide(params["down"])
-    output = np.zeros((*x.shape[:2], down.shape[1]))
-    for b, t in np.ndindex(x.shape[:2]):
-        hidden = ACTIVATIONS[activation](x[b, t] @ up + _wide(params.get("up_bias", 0.0)))
-        output[b, t] = hidden @ down + _wide(params.get("down_bias", 0.0))
-    return output
-
-
-def multi_head_attention(
-    params: dict, query: ArrayLike, key: ArrayLike, value: ArrayLike, *, mask: ArrayLike | None = None
-) -> np.ndarray:
-    """Concat(head_1, ..., head_N) W_O (Vaswani et al. 2017, section 3.2.2): query B T D, key and value B S D."""
-    heads = dot_product_attention(
-        _heads(params, "query", query), _heads(params, "key", key), _heads(params, "value", value), mask=mask
-    )
-    W_O = _wide(params["output"])
-    N, E, D = W_O.shape
-    output = np.zeros((*heads.shape[:2], D))
-    for b, t in np.ndindex(heads.shape[:2]):
-        output[b, t] = heads[b, t].reshape(N * E) @ W_O.reshape(N * E, D) + _wide(params.get("output_bias", 0.0))
-    return output
-
-
-def encoder_block(
-    params: dict,
-    x: ArrayLike,
+def window_mask(
+    query_positions: ArrayLike,
+    key_positions: ArrayLike,
+    window: tuple[int | None, int | None],
     *,
-    mask: ArrayLike | None = None,
-    norm: str = "post",
-    norm_eps: float = 1e-5,
-    activation: str = "relu",
+    query_global: ArrayLike | None = None,
+    key_global: ArrayLike | None = None,
 ) -> np.ndarray:
-    """Self-attention and feed-forward with residuals and norms: B T D to B T D, without dropout.
+    """Keys from position query - left to query + right, window = (left, right), None on a side: no bound; B 1 T S.
 
-    norm: "post" (Vaswani et al. 2017, section 3.1) or "pre" (Xiong et al. 2020).
+    Global queries B T and global keys B S (booleans) are exceptions. A key at a negative position is never seen.
     """
-    x = _residual(
-        params["attention_norm"],
-        x,
-        lambda h: multi_head_attention(params["attention"], h, h, h, mask=mask),
-        norm=norm,
-        eps=norm_eps,
-    )
-    return _residual(
-        params["feed_forward_norm"],
-        x,
-        lambda h: feed_forward(params["feed_forward"], h, activation=activation),
-        norm=norm,
-        eps=norm_eps,
+    left, right = (math.inf if side is None else side for side in window)
+    query_global, key_global = ([[False]] if x is None else x for x in (query_global, key_global))
+
+    def sees(query, query_is_global, key, key_is_global):
+        return key >= 0 and (query_is_global or key_is_global or query - left <= key <= query + right)
+
+    return _pairs(sees, [query_positions, query_global], [key_positions, key_global])
+
+
+def prefix_mask(query_positions: ArrayLike, key_positions: ArrayLike, prefix_lengths: ArrayLike) -> np.ndarray:
+    """Causal, and keys at positions below the prefix length (B) are seen by all (prefix-LM): B 1 T S."""
+    prefixes = np.asarray(prefix_lengths)[:, None]
+    return _pairs(
+        lambda query, prefix, key: 0 <= key and (key <= query or key < prefix),
+        [query_positions, prefixes],
+        [key_positions],
     )
 
 
-def decoder_block(
-    params: dict,
-    x: ArrayLike,
-    encoded: ArrayLike,
-    *,
-    mask: ArrayLike | None = None,
-    cross_mask: ArrayLike | None = None,
-    norm: str = "post",
-    norm_eps: float = 1e-5,
-    activation: str = "relu",
+def function_mask(
+    function: Callable[..., Any],
+    query_positions: ArrayLike,
+    key_positions: ArrayLike,
+    query_segment_ids: ArrayLike | None,
+    key_segment_ids: ArrayLike | None,
+    num_heads: int,
 ) -> np.ndarray:
-    """Self-attention, attention to the encoder's output B S D and feed-forward, as `encoder_block`."""
-    sublayers = {
-        "attention": lambda h: multi_head_attention(params["attention"], h, h, h, mask=mask),
-        "cross_attention": lambda h: multi_head_attention(
-            params["cross_attention"], h, encoded, encoded, mask=cross_mask
-        ),
-        "feed_forward": lambda h: feed_forward(params["feed_forward"], h, activation=activation),
-    }
-    for name, sublayer in sublayers.items():
-        x = _residual(params[f"{name}_norm"], x, sublayer, norm=norm, eps=norm_eps)
-    return x
+    """function(query_position, key_position, query_segment_id, key_segment_id, head) of one pair at a time: B N T S.
 
-
-def cross_entropy(
-    logits: ArrayLike, targets: ArrayLike, weights: ArrayLike, *, label_smoothing: float = 0.0
-) -> tuple[float, float]:
-    """Sum of weighted cross entropies in nats over logits B T V, and the sum of weights.
-
-    The target distribution is 1 - label_smoothing on the target, plus label_smoothing / V on every entry.
+    As in `AttentionMask`, a key at a negative position is never seen, and the segment ids hold too; where they are
+    None, the function gets ones.
     """
-    logits, targets, weights = _wide(logits), np.asarray(targets), _wide(weights)
-    V, total = logits.shape[2], 0.0
-    for b, t in np.ndindex(targets.shape):
-        if weights[b, t] == 0.0:
-            continue
-        if not 0 <= targets[b, t] < V:
-            raise ValueError(f"target {targets[b, t]} at {(b, t)} has a weight: targets are 0 to {V - 1}")
-        top = logits[b, t].max()
-        log_probs = logits[b, t] - top - math.log(np.exp(logits[b, t] - top).sum())
-        for v in range(V):
-            probability = label_smoothing / V + (1.0 - label_smoothing) * (v == targets[b, t])
-            if probability > 0.0:
-                total -= weights[b, t] * probability * log_probs[v]
-    return float(total), float(weights.sum())
+    segments = [[[1]] if x is None else x for x in (query_segment_ids, key_segment_ids)]
+
+    def sees(query, query_segment, key, key_segment, head):
+        # NumPy's scalars, for ~ of Python's True is -2
+        arguments = (np.int64(x) for x in (query, key, query_segment, key_segment, head))
+        return bool(function(*arguments)) and key >= 0 and query_segment == key_segment > 0
+
+    return _pairs(sees, [query_positions, segments[0]], [key_positions, segments[1]], np.arange(num_heads))
 
 
-def _wide(x):
-    return np.asarray(x, np.float64)
+def _pairs(sees, of_queries, of_keys, *heads):
+    """sees(*facts of a query, *facts of a key, *head) of every pair: arrays B T, B S and N to B N T S."""
+    of_queries = [np.asarray(x)[:, None, :, None] for x in of_queries]
+    of_keys = [np.asarray(x)[:, None, None, :] for x in of_keys]
+    return np.vectorize(sees, otypes=[bool])(*of_queries, *of_keys, *(x[None, :, None, None] for x in heads))
 
 
-def _pairs(queries, keys, sees):
-    queries, keys = np.asarray(queries), np.asarray(keys)
-    B = max(len(queries), len(keys))
-    queries, keys = np.broadcast_to(queries, (B, queries.shape[1])), np.broadcast_to(keys, (B, keys.shape[1]))
-    mask = np.zeros((B, 1, queries.shape[1], keys.shape[1]), bool)
-    for b, _, t, s in np.ndindex(mask.shape):
-        mask[b, 0, t, s] = sees(queries[b, t], keys[b, s])
-    return mask
-
-
-def _heads(params, name, x):
-    """x W + bias of each head: B T N H."""
-    x, weight = _wide(x), _wide(params[name])
-    bias = np.broadcast_to(_wide(params.get(f"{name}_bias", 0.0)), weight.shape[1:])
-    heads = np.zeros((*x.shape[:2], *weight.shape[1:]))
-    for b, t, n in np.ndindex(heads.shape[:3]):
-        heads[b, t, n] = x[b, t] @ weight[:, n] + bias[n]
-    return heads
-
-
-def _residual(norm_params, x, sublayer, *, norm, eps):
-    match norm:
-        case "post":
-            return layer_norm(norm_params, _wide(x) + sublayer(x), eps=eps)
-        case "pre":
-            return _wide(x) + sublayer(layer_norm(norm_params, x, eps=eps))
-        case other:
-            raise ValueError(f"norm placement must be 'pre' or 'post', got {other!r}")
+def _key_heads(pairs, vectors):
+    """Where in keys or values B S K _ those of a query stand: N / K query heads in a row share one head."""
+    group = pairs.shape[1] // vectors.shape[2]
+    return lambda b, n, t, seen: (b, seen, n // group)

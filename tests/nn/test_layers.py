@@ -20,7 +20,8 @@ from tfm_jax.nn import (
 )
 from tfm_jax.nn.blocks import BlockSizes, stacked
 from tfm_jax.ops import AttentionMask, BlockSettings
-from tfm_jax.ops.blocks import encoder_block_weights, keys_values
+from tfm_jax.ops.blocks import encoder_block_weights
+from tfm_jax.ops.multi_head import keys_values
 
 D, N, F, V, L = 6, 3, 7, 5, 2
 B, T, S = 2, 3, 5

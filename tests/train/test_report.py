@@ -11,7 +11,15 @@ from matplotlib.figure import Figure
 from tests.train.killed_run import MODEL
 from tfm_jax.data.tokenizer import Tokenizer
 from tfm_jax.models import build
-from tfm_jax.train.report import LineCounter, Metrics, ProgressBar, plot_alignments, plot_curves, read_metrics
+from tfm_jax.train.report import (
+    LineCounter,
+    Metrics,
+    ProgressBar,
+    plot_alignments,
+    plot_curves,
+    plot_heads,
+    read_metrics,
+)
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +169,22 @@ def test_alignment_weights_are_causal(tmp_path, tiny, drawn):
     np.testing.assert_allclose(one[:3], other[:3], atol=1e-6)  # start, space, c
     np.testing.assert_allclose(one[:2], third[:2], atol=1e-6)
     assert abs(one[3] - other[3]).max() > 1e-4 and abs(one[2] - third[2]).max() > 1e-4
+
+
+def test_every_head_has_its_picture(tmp_path, tiny, drawn):
+    """Encoder, decoder and cross, each head with tokens on both axes; rows add up to one, the decoder looks back."""
+    plot_heads(tmp_path / "h.png", *tiny, ("a b", "cd"), layer=0)
+    *pictures, bar = drawn[0]
+    source, output = ["␣", "a", "␣", "b", "</s>"], ["␣", "c", "d", "</s>"]
+    heads = MODEL.num_heads
+    assert len(pictures) == 3 * heads and "layer 0" in bar["labels"][1]
+    axes = [(source, source)] * heads + [(["<s>", *output[:-1]],) * 2] * heads + [(output, source)] * heads
+    for picture, (rows, columns) in zip(pictures, axes, strict=True):
+        assert (picture["rows"], picture["columns"]) == (rows, columns)
+        np.testing.assert_allclose(picture["images"][0].sum(axis=1), 1.0, rtol=1e-5)
+    for picture in pictures[heads : 2 * heads]:
+        assert not np.triu(picture["images"][0], 1).any()
+    assert not np.allclose(pictures[0]["images"][0], pictures[1]["images"][0])
 
 
 @pytest.mark.parametrize("kind, text", [("word_bpe", "$x$ $$ a_b \\frac"), ("bpe", "$$ $x$ $$ $$")])

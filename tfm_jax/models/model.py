@@ -69,7 +69,10 @@ class Model:
         return self.bind(params).hidden_states(*tokens, **inputs)
 
     def attention_weights(self, params: dict, *tokens: Array, layer: int, **inputs: Any) -> dict:
-        """By place (encoder, decoder, cross), the weights `B N T S` of a layer, counted from 0."""
+        """By place (encoder, decoder, cross), the weights `B N T S` of a layer, counted from 0.
+
+        A place is left out where its stack has fewer layers; raises `ValueError` where every stack has.
+        """
         return self.bind(params).attention_weights(*tokens, layer=layer, **inputs)
 
     def encode(self, params: dict, source_tokens: Array, **inputs: Any) -> Array:

@@ -12,7 +12,8 @@ from tfm_jax.config import require, require_rates
 from tfm_jax.nn.attention import head_size
 from tfm_jax.nn.blocks import BlockSizes, Decoder, Encoder
 from tfm_jax.nn.layers import Embedding, param, xavier_uniform, zeros
-from tfm_jax.ops import AttentionMask, BlockSettings, KeyValue, KVCache, dropout, sinusoidal_positions
+from tfm_jax.nn.positions import position_bias, require_implementation, require_positions
+from tfm_jax.ops import AttentionMask, BlockSettings, KeyValue, KVCache, Rotary, dropout, sinusoidal_positions
 from tfm_jax.ops.blocks import vocabulary_logits
 from tfm_jax.sharding import constrain
 
@@ -65,8 +66,19 @@ class TransformerConfig:
     """Added to the variance in layer norm."""
     activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = "relu"
     """Nonlinearity of the feed-forward network; gelu is the exact one."""
-    positions: Literal["sinusoidal", "learned", "none"] = "sinusoidal"
-    """What tells positions apart."""
+    positions: Literal["sinusoidal", "learned", "rope", "alibi", "shaw", "t5", "none"] = "sinusoidal"
+    """What tells positions apart: a vector added to the embedding (sinusoidal, learned), turned queries and keys (rope)
+    or biases by distance (alibi, shaw, t5) in self-attention."""
+    rope: Rotary = field(default_factory=Rotary)
+    """Rotary embedding, for positions = rope."""
+    shaw_distance: int = 16
+    """Distance from which on all share one vector, for positions = shaw. Unit: tokens."""
+    t5_buckets: int = 32
+    """Buckets of distances, for positions = t5."""
+    t5_max_distance: int = 128
+    """Distance from which on all share the last bucket, for positions = t5. Unit: tokens."""
+    implementation: Literal["auto", "reference", "blockwise", "cudnn", "splash"] = "auto"
+    """Of attention over whole sequences; auto chooses by platform, shape and request (`ops.explain_implementation`)."""
     tied_embeddings: Literal["all", "target_output", "source_target", "none"] = "all"
     """Which of source embedding, target embedding and output layer are one matrix."""
     attention_bias: bool = True
@@ -84,7 +96,9 @@ class TransformerConfig:
             value = getattr(self, name)
             require(value is None or value >= 1, f"model.{name} is {value}: at least 1 is needed")
         require(self.norm_eps > 0, f"model.norm_eps is {self.norm_eps}: it must be positive")
-        head_size(self.d_model, self.num_heads, self.d_k)
+        d_k = head_size(self.d_model, self.num_heads, self.d_k)
+        require_positions(self, d_k)
+        require_implementation(self, d_k)
 
 
 class Transformer(nnx.Module):
@@ -101,19 +115,31 @@ class Transformer(nnx.Module):
             norm=config.norm,
             norm_eps=config.norm_eps,
             activation=config.activation,
+            rope=config.rope if config.positions == "rope" else None,
+            implementation=config.implementation,
             residual_dropout=rates.residual,
             attention_dropout=rates.attention,
             feed_forward_dropout=rates.feed_forward,
         )
-        sizes = BlockSizes(config.d_model, config.d_ff, config.num_heads, config.d_k, config.d_v, config.attention_bias)
+        sizes = BlockSizes(
+            config.d_model,
+            config.d_ff,
+            config.num_heads,
+            config.d_k,
+            config.d_v,
+            config.attention_bias,
+            config.shaw_distance if config.positions == "shaw" else 0,
+        )
         self.embedding = Embedding(config.vocab_size, config.d_model, rngs=rngs)
         if tied in ("target_output", "none"):
             self.source_embedding = Embedding(config.vocab_size, config.d_model, rngs=rngs)
         if config.positions == "learned":
             self.position_embedding = Embedding(config.max_length, config.d_model, axis=None, rngs=rngs)
             self.source_position_embedding = Embedding(config.max_length, config.d_model, axis=None, rngs=rngs)
-        self.encoder = Encoder(sizes, settings, config.num_encoder_layers, rngs=rngs)
-        self.decoder = Decoder(sizes, settings, config.num_decoder_layers, rngs=rngs)
+        bias = position_bias(config, rngs=rngs, bidirectional=True)
+        self.encoder = Encoder(sizes, settings, config.num_encoder_layers, position_bias=bias, rngs=rngs)
+        bias = position_bias(config, rngs=rngs, bidirectional=False)
+        self.decoder = Decoder(sizes, settings, config.num_decoder_layers, position_bias=bias, rngs=rngs)
         if tied in ("source_target", "none"):
             shape = (config.vocab_size, config.d_model)
             self.head = param(shape, axes=("vocab", "embed"), init=xavier_uniform(), rngs=rngs)
@@ -142,10 +168,10 @@ class Transformer(nnx.Module):
         encoded = self.encode(
             source_tokens, source_segment_ids=source_segment_ids, source_positions=source_positions, key=encoder_key
         )
-        x, masks, stack_key = self._decoder_inputs(
+        x, inputs, stack_key = self._decoder_inputs(
             encoded, tokens, source_segment_ids, segment_ids, positions, decoder_key
         )
-        return self.decoder(x, encoded, **masks, key=stack_key)
+        return self.decoder(x, encoded, **inputs, key=stack_key)
 
     def encode(
         self,
@@ -156,24 +182,31 @@ class Transformer(nnx.Module):
         key: Key[Array, ""] | None = None,
     ) -> Float[Array, "B S D"]:
         """The encoder's output."""
-        x, mask, stack_key = self._encoder_inputs(source_tokens, source_segment_ids, source_positions, key)
-        return self.encoder(x, mask=mask, key=stack_key)
+        x, inputs, stack_key = self._encoder_inputs(source_tokens, source_segment_ids, source_positions, key)
+        return self.encoder(x, **inputs, key=stack_key)
 
     def hidden_states(
         self, source_tokens: SourceTokens, tokens: Tokens, **inputs: SourceTokens | Tokens | None
     ) -> dict[str, Float[Array, "L _ _ D"]]:
         """As `Model.hidden_states`; inputs as for a call, without key."""
-        (x, mask), (y, encoded, masks) = self._stack_inputs(source_tokens, tokens, **inputs)
-        encoder, decoder = self.encoder.hidden_states(x, mask=mask), self.decoder.hidden_states(y, encoded, **masks)
+        (x, own), (y, encoded, inputs) = self._stack_inputs(source_tokens, tokens, **inputs)
+        encoder, decoder = self.encoder.hidden_states(x, **own), self.decoder.hidden_states(y, encoded, **inputs)
         return {"encoder": encoder, "decoder": decoder}
 
     def attention_weights(
         self, source_tokens: SourceTokens, tokens: Tokens, *, layer: int, **inputs: SourceTokens | Tokens | None
     ) -> dict[str, Float[Array, "B N _ _"]]:
         """As `Model.attention_weights`; inputs as for a call, without key."""
-        (x, mask), (y, encoded, masks) = self._stack_inputs(source_tokens, tokens, **inputs)
-        own, cross = self.decoder.attention_weights(y, encoded, layer, **masks)
-        return {"encoder": self.encoder.attention_weights(x, layer, mask=mask), "decoder": own, "cross": cross}
+        (x, encoder_inputs), (y, encoded, inputs) = self._stack_inputs(source_tokens, tokens, **inputs)
+        deepest = max(self.encoder.num_layers, self.decoder.num_layers)
+        if not 0 <= layer < deepest:
+            raise ValueError(f"layer is {layer}: the model has layers 0 to {deepest - 1}")
+        weights = {}
+        if layer < self.encoder.num_layers:
+            weights["encoder"] = self.encoder.attention_weights(x, layer, **encoder_inputs)
+        if layer < self.decoder.num_layers:
+            weights["decoder"], weights["cross"] = self.decoder.attention_weights(y, encoded, layer, **inputs)
+        return weights
 
     def init_cache(
         self,
@@ -206,7 +239,8 @@ class Transformer(nnx.Module):
         cross_mask = AttentionMask(
             query_segment_ids=(positions >= 0).astype(jnp.int32), key_segment_ids=cache.cross_segment_ids
         )
-        x, keys_values = self.decoder.decode(x, cache.cross, cache.keys_values, start, mask=mask, cross_mask=cross_mask)
+        inputs = {"mask": mask, "cross_mask": cross_mask, "positions": positions}
+        x, keys_values = self.decoder.decode(x, cache.cross, cache.keys_values, start, **inputs)
         fits = cache.length <= cache.positions.shape[1]
         return jnp.where(fits, self._logits(x), jnp.nan), replace(cache, keys_values=keys_values)
 
@@ -220,22 +254,22 @@ class Transformer(nnx.Module):
         source_positions=None,
         positions=None,
     ):
-        x, mask, _ = self._encoder_inputs(source_tokens, source_segment_ids, source_positions, None)
-        encoded = self.encoder(x, mask=mask)
-        y, masks, _ = self._decoder_inputs(encoded, tokens, source_segment_ids, segment_ids, positions, None)
-        return (x, mask), (y, encoded, masks)
+        x, own, _ = self._encoder_inputs(source_tokens, source_segment_ids, source_positions, None)
+        encoded = self.encoder(x, **own)
+        y, inputs, _ = self._decoder_inputs(encoded, tokens, source_segment_ids, segment_ids, positions, None)
+        return (x, own), (y, encoded, inputs)
 
     def _encoder_inputs(self, tokens, segment_ids, positions, key):
         embedding = getattr(self, "source_embedding", self.embedding)
         embed_key, stack_key = _two(key)
         x = self._embed(tokens, _positions(tokens, positions), embedding, "source_position_embedding", embed_key)
-        mask = AttentionMask(query_segment_ids=segment_ids, key_segment_ids=segment_ids)
-        return x, mask, stack_key
+        relative = positions if self.config.positions in ("alibi", "shaw", "t5") else None
+        mask = AttentionMask(relative, relative, segment_ids, segment_ids)
+        return x, {"mask": mask, "positions": positions}, stack_key
 
     def _decoder_inputs(self, encoded, tokens, source_segment_ids, segment_ids, positions, key):
-        positions = _positions(tokens, positions)
         embed_key, stack_key = _two(key)
-        x = self._embed(tokens, positions, self.embedding, "position_embedding", embed_key)
+        x = self._embed(tokens, _positions(tokens, positions), self.embedding, "position_embedding", embed_key)
         mask = AttentionMask(positions, positions, segment_ids, segment_ids, causal=True)
         cross_mask = None
         if segment_ids is not None or source_segment_ids is not None:
@@ -244,7 +278,7 @@ class Transformer(nnx.Module):
                 query_segment_ids=ones(segment_ids, tokens.shape),
                 key_segment_ids=ones(source_segment_ids, encoded.shape[:2]),
             )
-        return x, {"mask": mask, "cross_mask": cross_mask}, stack_key
+        return x, {"mask": mask, "cross_mask": cross_mask, "positions": positions}, stack_key
 
     def _embed(self, tokens, positions, embedding, position_embedding, key):
         """Embedding x sqrt(d_model) + position, with dropout (sections 3.4 and 5.4 of the paper)."""

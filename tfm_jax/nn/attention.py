@@ -5,8 +5,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from tfm_jax.nn.layers import param, plain, zeros
-from tfm_jax.ops import blocks
-from tfm_jax.ops.blocks import Mask
+from tfm_jax.ops import multi_head
+from tfm_jax.ops.multi_head import Bias, Mask
 
 
 def head_size(d_model: int, num_heads: int, d_k: int | None) -> int:
@@ -26,7 +26,9 @@ def head_size(d_model: int, num_heads: int, d_k: int | None) -> int:
 class MultiHeadAttention(nnx.Module):
     """`ops.multi_head_attention` with its parameters: 4 D^2 weights, beside biases, where N d_k = N d_v = D.
 
-    d_k and d_v (the head sizes) are free; left out, d_k is d_model / num_heads and d_v is d_k.
+    d_k and d_v (the head sizes) are free; left out, d_k is d_model / num_heads and d_v is d_k. shaw_distance: k of the
+    relative positions of Shaw et al. (2018), which add two tables with 2 k + 1 rows that all heads share (their section
+    3.3); 0: none.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class MultiHeadAttention(nnx.Module):
         d_k: int | None = None,
         d_v: int | None = None,
         bias: bool = True,
+        shaw_distance: int = 0,
         rngs: nnx.Rngs,
     ):
         d_k = head_size(d_model, num_heads, d_k)
@@ -53,6 +56,10 @@ class MultiHeadAttention(nnx.Module):
         self.output = param(shape, axes=axes, init=outward, rngs=rngs)
         if bias:
             self.output_bias = param((d_model,), axes=(None,), init=zeros, rngs=rngs)
+        if shaw_distance:
+            for name, size in (("relative_key", d_k), ("relative_value", d_v)):
+                shape, init = (2 * shaw_distance + 1, size), jax.nn.initializers.xavier_uniform()
+                setattr(self, name, param(shape, axes=(None, None), init=init, rngs=rngs))
 
     def __call__(
         self,
@@ -61,12 +68,22 @@ class MultiHeadAttention(nnx.Module):
         value: Float[Array, "B S D"] | None = None,
         *,
         mask: Mask = None,
+        bias: Bias = None,
         dropout_rate: float = 0.0,
         dropout_key: Key[Array, ""] | None = None,
+        implementation: str = "auto",
     ) -> Float[Array, "B T D"]:
         """Attention from `query` to `key` and `value`; the key is the query, the value the key, where left out."""
         key = query if key is None else key
         value = key if value is None else value
-        return blocks.multi_head_attention(
-            plain(self), query, key, value, mask=mask, dropout_rate=dropout_rate, dropout_key=dropout_key
+        return multi_head.multi_head_attention(
+            plain(self),
+            query,
+            key,
+            value,
+            mask=mask,
+            bias=bias,
+            dropout_rate=dropout_rate,
+            dropout_key=dropout_key,
+            implementation=implementation,
         )

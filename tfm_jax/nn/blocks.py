@@ -1,7 +1,7 @@
 """Blocks with their parameters, and stacks of equal blocks run by one scan over layers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int, Key
 from tfm_jax.nn.attention import MultiHeadAttention
 from tfm_jax.nn.layers import FeedForward, LayerNorm, plain
 from tfm_jax.ops import blocks
-from tfm_jax.ops.blocks import BlockSettings, Mask
+from tfm_jax.ops.blocks import BlockSettings
 from tfm_jax.ops.cache import KeyValue
+from tfm_jax.ops.multi_head import Bias, Mask, Positions, keys_values
 from tfm_jax.sharding import constrain
 
 Dropout = Key[Array, ""] | None
@@ -28,6 +29,8 @@ class BlockSizes:
     d_k: int | None = None
     d_v: int | None = None
     attention_bias: bool = True
+    shaw_distance: int = 0
+    """k of Shaw's relative positions in self-attention; 0: none."""
 
 
 class EncoderBlock(nnx.Module):
@@ -35,13 +38,24 @@ class EncoderBlock(nnx.Module):
 
     def __init__(self, sizes: BlockSizes, settings: BlockSettings, *, rngs: nnx.Rngs):
         self.settings = settings
-        self.attention = _attention(sizes, rngs)
+        self.attention = _attention(sizes, rngs, shaw_distance=sizes.shaw_distance)
         self.attention_norm = LayerNorm(sizes.d_model, eps=settings.norm_eps, rngs=rngs)
         self.feed_forward = FeedForward(sizes.d_model, sizes.d_ff, activation=settings.activation, rngs=rngs)
         self.feed_forward_norm = LayerNorm(sizes.d_model, eps=settings.norm_eps, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"], *, mask: Mask = None, key: Dropout = None) -> Float[Array, "B T D"]:
-        return blocks.encoder_block(plain(self), x, mask=mask, settings=self.settings, key=key)
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        mask: Mask = None,
+        bias: Bias = None,
+        positions: Positions = None,
+        key: Dropout = None,
+    ) -> Float[Array, "B T D"]:
+        settings = self.settings
+        return blocks.encoder_block(
+            plain(self), x, mask=mask, bias=bias, positions=positions, settings=settings, key=key
+        )
 
 
 class DecoderBlock(nnx.Module):
@@ -49,7 +63,7 @@ class DecoderBlock(nnx.Module):
 
     def __init__(self, sizes: BlockSizes, settings: BlockSettings, *, rngs: nnx.Rngs):
         self.settings = settings
-        self.attention = _attention(sizes, rngs)
+        self.attention = _attention(sizes, rngs, shaw_distance=sizes.shaw_distance)
         self.attention_norm = LayerNorm(sizes.d_model, eps=settings.norm_eps, rngs=rngs)
         self.cross_attention = _attention(sizes, rngs)
         self.cross_attention_norm = LayerNorm(sizes.d_model, eps=settings.norm_eps, rngs=rngs)
@@ -63,18 +77,25 @@ class DecoderBlock(nnx.Module):
         *,
         mask: Mask = None,
         cross_mask: Mask = None,
+        bias: Bias = None,
+        positions: Positions = None,
         key: Dropout = None,
     ) -> Float[Array, "B T D"]:
         params = plain(self)
-        cross = blocks.keys_values(params["cross_attention"], encoded, encoded)
-        return blocks.decoder_block(
-            params, x, cross, mask=mask, cross_mask=cross_mask, settings=self.settings, key=key
-        )[0]
+        cross = keys_values(params["cross_attention"], encoded, encoded)
+        own = {"mask": mask, "bias": bias, "positions": positions}
+        return blocks.decoder_block(params, x, cross, **own, cross_mask=cross_mask, settings=self.settings, key=key)[0]
 
 
-def _attention(sizes: BlockSizes, rngs: nnx.Rngs) -> MultiHeadAttention:
+def _attention(sizes: BlockSizes, rngs: nnx.Rngs, *, shaw_distance: int = 0) -> MultiHeadAttention:
     return MultiHeadAttention(
-        sizes.d_model, sizes.num_heads, d_k=sizes.d_k, d_v=sizes.d_v, bias=sizes.attention_bias, rngs=rngs
+        sizes.d_model,
+        sizes.num_heads,
+        d_k=sizes.d_k,
+        d_v=sizes.d_v,
+        bias=sizes.attention_bias,
+        shaw_distance=shaw_distance,
+        rngs=rngs,
     )
 
 
@@ -86,18 +107,34 @@ def stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, *, rngs: nn
 
 
 class _Stack(nnx.Module):
-    """num_layers equal blocks, and a last norm where blocks are pre-LN."""
+    """num_layers equal blocks, and a last norm where blocks are pre-LN.
+
+    position_bias: a module that makes the bias of self-attention, one for all layers (`T5PositionBias`). Inputs are x
+    `B T D`, the mask of self-attention, and the positions of x for rope (None: 0, 1, ...).
+    """
 
     block: type[nnx.Module]
 
-    def __init__(self, sizes: BlockSizes, settings: BlockSettings, num_layers: int, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        sizes: BlockSizes,
+        settings: BlockSettings,
+        num_layers: int,
+        *,
+        position_bias: Callable[[], Bias] | None = None,
+        rngs: nnx.Rngs,
+    ):
         self.settings, self.num_layers = settings, num_layers
         self.layers = stacked(lambda rngs: self.block(sizes, settings, rngs=rngs), num_layers, rngs=rngs)
+        self.position_bias = position_bias
         if settings.norm == "pre":
             self.norm = LayerNorm(sizes.d_model, eps=settings.norm_eps, rngs=rngs)
 
     def _last(self, x):
         return self.norm(x) if self.settings.norm == "pre" else x
+
+    def _bias(self):
+        return None if self.position_bias is None else self.position_bias()
 
     def _layer(self, layer: int) -> dict:
         """The parameters of one layer."""
@@ -105,34 +142,46 @@ class _Stack(nnx.Module):
             raise ValueError(f"layer is {layer}: the stack has layers 0 to {self.num_layers - 1}")
         return jax.tree.map(lambda leaf: leaf[layer], plain(self.layers))
 
+    def _before(self, layer: int) -> dict:
+        """The stacked parameters of the layers before one, whose input takes no more than these to compute."""
+        return jax.tree.map(lambda leaf: leaf[:layer], plain(self.layers))
+
 
 class Encoder(_Stack):
     """A stack of encoder blocks."""
 
     block = EncoderBlock
 
-    def __call__(self, x: Float[Array, "B T D"], *, mask: Mask = None, key: Dropout = None) -> Float[Array, "B T D"]:
-        return self._last(self._scan(x, mask, key)[0])
+    def __call__(
+        self, x: Float[Array, "B T D"], *, mask: Mask = None, positions: Positions = None, key: Dropout = None
+    ) -> Float[Array, "B T D"]:
+        return self._last(self._scan(plain(self.layers), x, mask, positions, key)[0])
 
-    def hidden_states(self, x: Float[Array, "B T D"], *, mask: Mask = None) -> Float[Array, "L B T D"]:
+    def hidden_states(
+        self, x: Float[Array, "B T D"], *, mask: Mask = None, positions: Positions = None
+    ) -> Float[Array, "L B T D"]:
         """The input of every layer and the output of the stack: num_layers + 1 arrays on a new first axis."""
-        x, inputs = self._scan(x, mask, None)
+        x, inputs = self._scan(plain(self.layers), x, mask, positions, None)
         return jnp.concatenate([inputs, self._last(x)[None]])
 
-    def attention_weights(self, x: Float[Array, "B T D"], layer: int, *, mask: Mask = None) -> Float[Array, "B N T T"]:
-        """The self-attention weights of a layer, for the input x of the stack."""
+    def attention_weights(
+        self, x: Float[Array, "B T D"], layer: int, *, mask: Mask = None, positions: Positions = None
+    ) -> Float[Array, "B N T T"]:
+        """The self-attention weights of a layer, for the input x of the stack, whatever the implementation."""
         params = self._layer(layer)
-        return blocks.encoder_block_weights(
-            params, self.hidden_states(x, mask=mask)[layer], mask=mask, settings=self.settings
-        )
+        x = self._scan(self._before(layer), x, mask, positions, None)[0] if layer else x
+        own = {"mask": mask, "bias": self._bias(), "positions": positions}
+        return blocks.encoder_block_weights(params, x, **own, settings=self.settings)
 
-    def _scan(self, x, mask, key):
+    def _scan(self, layers, x, mask, positions, key):
+        own = {"mask": mask, "bias": self._bias(), "positions": positions}
+
         def body(x, layer):
             params, index = layer
-            y = blocks.encoder_block(params, x, mask=mask, settings=self.settings, key=_fold(key, index))
+            y = blocks.encoder_block(params, x, **own, settings=self.settings, key=_fold(key, index))
             return constrain(y, "batch", None, None), x
 
-        return jax.lax.scan(body, x, (plain(self.layers), jnp.arange(self.num_layers, dtype=jnp.uint32)))
+        return jax.lax.scan(body, x, _numbered(layers))
 
 
 class Decoder(_Stack):
@@ -147,15 +196,22 @@ class Decoder(_Stack):
         *,
         mask: Mask = None,
         cross_mask: Mask = None,
+        positions: Positions = None,
         key: Dropout = None,
     ) -> Float[Array, "B T D"]:
-        return self._last(self._scan(x, encoded, mask, cross_mask, key)[0])
+        return self._last(self._scan(plain(self.layers), x, encoded, mask, cross_mask, positions, key)[0])
 
     def hidden_states(
-        self, x: Float[Array, "B T D"], encoded: Float[Array, "B S D"], *, mask: Mask = None, cross_mask: Mask = None
+        self,
+        x: Float[Array, "B T D"],
+        encoded: Float[Array, "B S D"],
+        *,
+        mask: Mask = None,
+        cross_mask: Mask = None,
+        positions: Positions = None,
     ) -> Float[Array, "L B T D"]:
         """As `Encoder.hidden_states`."""
-        x, inputs = self._scan(x, encoded, mask, cross_mask, None)
+        x, inputs = self._scan(plain(self.layers), x, encoded, mask, cross_mask, positions, None)
         return jnp.concatenate([inputs, self._last(x)[None]])
 
     def attention_weights(
@@ -166,20 +222,18 @@ class Decoder(_Stack):
         *,
         mask: Mask = None,
         cross_mask: Mask = None,
+        positions: Positions = None,
     ) -> tuple[Float[Array, "B N T T"], Float[Array, "B N T S"]]:
-        """The self-attention and the cross-attention weights of a layer, for the input x of the stack."""
+        """The self-attention and the cross-attention weights of a layer, as `Encoder.attention_weights`."""
         params = self._layer(layer)
-        inputs = self.hidden_states(x, encoded, mask=mask, cross_mask=cross_mask)[layer]
-        cross = blocks.keys_values(params["cross_attention"], encoded, encoded)
-        return blocks.decoder_block_weights(
-            params, inputs, cross, mask=mask, cross_mask=cross_mask, settings=self.settings
-        )
+        x = self._scan(self._before(layer), x, encoded, mask, cross_mask, positions, None)[0] if layer else x
+        cross = keys_values(params["cross_attention"], encoded, encoded)
+        own = {"mask": mask, "bias": self._bias(), "positions": positions}
+        return blocks.decoder_block_weights(params, x, cross, **own, cross_mask=cross_mask, settings=self.settings)
 
     def cross_keys_values(self, encoded: Float[Array, "B S D"]) -> KeyValue:
         """The encoder's output projected for every layer's cross-attention: `L B S ...`, computed once per sentence."""
-        return jax.lax.map(
-            lambda params: blocks.keys_values(params, encoded, encoded), plain(self.layers.cross_attention)
-        )
+        return jax.lax.map(lambda params: keys_values(params, encoded, encoded), plain(self.layers.cross_attention))
 
     def decode(
         self,
@@ -190,27 +244,37 @@ class Decoder(_Stack):
         *,
         mask: Mask,
         cross_mask: Mask = None,
+        positions: Positions = None,
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """Run T new columns, written at column `start` of the cached keys and values of all layers (`L B S ...`)."""
+        own = {"mask": mask, "bias": self._bias(), "positions": positions}
+        # a named implementation is for whole sequences: a few queries with positions of their own are not its case
+        settings = replace(self.settings, implementation="auto")
 
         def body(x, layer):
             params, cross, cache = layer
-            return blocks.decoder_block(
-                params, x, cross, mask=mask, cross_mask=cross_mask, settings=self.settings, cache=cache, start=start
-            )
+            cached = {"cache": cache, "start": start}
+            return blocks.decoder_block(params, x, cross, **own, cross_mask=cross_mask, settings=settings, **cached)
 
         x, cached = jax.lax.scan(body, x, (plain(self.layers), cross, cached))
         return self._last(x), cached
 
-    def _scan(self, x, encoded, mask, cross_mask, key):
+    def _scan(self, layers, x, encoded, mask, cross_mask, positions, key):
+        own = {"mask": mask, "bias": self._bias(), "positions": positions}
+
         def body(x, layer):
             params, index = layer
-            cross = blocks.keys_values(params["cross_attention"], encoded, encoded)
-            settings, key_ = self.settings, _fold(key, index)
-            y, _ = blocks.decoder_block(params, x, cross, mask=mask, cross_mask=cross_mask, settings=settings, key=key_)
+            cross, key_ = keys_values(params["cross_attention"], encoded, encoded), _fold(key, index)
+            settings = self.settings
+            y, _ = blocks.decoder_block(params, x, cross, **own, cross_mask=cross_mask, settings=settings, key=key_)
             return constrain(y, "batch", None, None), x
 
-        return jax.lax.scan(body, x, (plain(self.layers), jnp.arange(self.num_layers, dtype=jnp.uint32)))
+        return jax.lax.scan(body, x, _numbered(layers))
+
+
+def _numbered(layers):
+    """Stacked parameters with the number of each layer."""
+    return layers, jnp.arange(jax.tree.leaves(layers)[0].shape[0], dtype=jnp.uint32)
 
 
 def _fold(key, index):

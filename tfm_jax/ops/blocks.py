@@ -8,12 +8,12 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
-from tfm_jax.ops.attention import attention_weights, dot_product_attention
 from tfm_jax.ops.cache import KeyValue, write
 from tfm_jax.ops.dropout import dropout
-from tfm_jax.ops.masks import AttentionMask
+from tfm_jax.ops.multi_head import Bias, Dropout, Mask, Positions, add_bias, attend, head_weights, keys_values
+from tfm_jax.ops.positions import Rotary
 
 ACTIVATIONS = {
     "relu": jax.nn.relu,
@@ -21,8 +21,6 @@ ACTIVATIONS = {
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "silu": jax.nn.silu,
 }
-Dropout = Key[Array, ""] | None
-Mask = AttentionMask | Bool[Array, "_ _ _ _"] | None  # one name for masks of different lengths
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,10 @@ class BlockSettings:
     norm: Literal["post", "pre"] = "post"
     norm_eps: float = 1e-5
     activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = "relu"
+    rope: Rotary | None = None
+    """Rotary embedding of the queries and keys of self-attention; None: none."""
+    implementation: str = "auto"
+    """Of attention: a name in `ops.attention.IMPLEMENTATIONS`, or auto."""
     residual_dropout: float = 0.0
     attention_dropout: float = 0.0
     feed_forward_dropout: float = 0.0
@@ -57,57 +59,9 @@ def feed_forward(
 
     params: up (D F), up_bias (F), down (F D), down_bias (D).
     """
-    hidden_BTF = ACTIVATIONS[activation](_add_bias(x @ params["up"], params.get("up_bias")))
+    hidden_BTF = ACTIVATIONS[activation](add_bias(x @ params["up"], params.get("up_bias")))
     hidden_BTF = dropout(hidden_BTF, rate=dropout_rate, key=key)
-    return _add_bias(hidden_BTF @ params["down"], params.get("down_bias"))
-
-
-def multi_head_attention(
-    params: dict,
-    query: Float[Array, "B T Dq"],
-    key: Float[Array, "B S Dk"],
-    value: Float[Array, "B S Dv"],
-    *,
-    mask: Mask = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Dropout = None,
-) -> Float[Array, "B T D"]:
-    """Concat(head_1, ..., head_N) W_O with head_n = Attention(Q W_Q, K W_K, V W_V) (Vaswani et al. 2017, 3.2.2).
-
-    Query, key and value may come from anywhere. params: query (Dq N H), key (Dk K H), value (Dv K E), output (N E D)
-    and query_bias, key_bias, value_bias, output_bias of the trailing shapes.
-    """
-    projected = keys_values(params, key, value)
-    return attend(params, query, projected, mask=mask, dropout_rate=dropout_rate, dropout_key=dropout_key)
-
-
-def keys_values(params: dict, key: Float[Array, "B S Dk"], value: Float[Array, "B S Dv"]) -> KeyValue:
-    """The projections K W_K (B S K H) and V W_V (B S K E), which decoding keeps."""
-    return KeyValue(_heads(params, "key", key), _heads(params, "value", value))
-
-
-def attend(
-    params: dict,
-    query: Float[Array, "B T Dq"],
-    projected: KeyValue,
-    *,
-    mask: Mask = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Dropout = None,
-) -> Float[Array, "B T D"]:
-    """`multi_head_attention` over keys and values that are projected already."""
-    with jax.named_scope("attention"):
-        heads_BTNE = dot_product_attention(
-            _heads(params, "query", query), *projected, mask=mask, dropout_rate=dropout_rate, dropout_key=dropout_key
-        )
-    return _add_bias(jnp.einsum("BTNE,NED->BTD", heads_BTNE, params["output"]), params.get("output_bias"))
-
-
-def head_weights(
-    params: dict, query: Float[Array, "B T D"], projected: KeyValue, *, mask: Mask
-) -> Float[Array, "B N T S"]:
-    """The attention weights that `attend` applies."""
-    return attention_weights(_heads(params, "query", query), projected.key, mask=mask)
+    return add_bias(hidden_BTF @ params["down"], params.get("down_bias"))
 
 
 @jax.custom_vjp
@@ -134,23 +88,39 @@ vocabulary_logits.defvjp(_vocabulary_logits_forward, _vocabulary_logits_backward
 
 
 def encoder_block(
-    params: dict, x: Float[Array, "B T D"], *, mask: Mask, settings: BlockSettings, key: Dropout = None
+    params: dict,
+    x: Float[Array, "B T D"],
+    *,
+    mask: Mask,
+    bias: Bias = None,
+    positions: Positions = None,
+    settings: BlockSettings,
+    key: Dropout = None,
 ) -> Float[Array, "B T D"]:
     """Self-attention and feed-forward, each with residual, norm and dropout (Vaswani et al. 2017, section 3.1).
 
+    bias: of the scores of self-attention. positions: of x (`B T` or `1 T`), for rope; None: 0, 1, ....
     params: attention, attention_norm, feed_forward, feed_forward_norm.
     """
     keys = _split(key, 4)
-    x, _ = _self_attention_sublayer(params, x, mask, settings, keys[:2])
+    x, _ = _self_attention_sublayer(params, x, mask, bias, positions, settings, keys[:2])
     return _feed_forward_sublayer(params, x, settings, keys[2:])
 
 
 def encoder_block_weights(
-    params: dict, x: Float[Array, "B T D"], *, mask: Mask, settings: BlockSettings
+    params: dict,
+    x: Float[Array, "B T D"],
+    *,
+    mask: Mask,
+    bias: Bias = None,
+    positions: Positions = None,
+    settings: BlockSettings,
 ) -> Float[Array, "B N T T"]:
     """The self-attention weights of `encoder_block` (and of `decoder_block`, which begins alike) at its input x."""
     h = _enter(params["attention_norm"], x, settings)
-    return head_weights(params["attention"], h, keys_values(params["attention"], h, h), mask=mask)
+    turn = {"rope": settings.rope, "positions": positions}
+    projected = keys_values(params["attention"], h, h, **turn)
+    return head_weights(params["attention"], h, projected, mask=mask, bias=bias, **turn)
 
 
 def decoder_block(
@@ -160,6 +130,8 @@ def decoder_block(
     *,
     mask: Mask,
     cross_mask: Mask,
+    bias: Bias = None,
+    positions: Positions = None,
     settings: BlockSettings,
     key: Dropout = None,
     cache: KeyValue | None = None,
@@ -169,12 +141,15 @@ def decoder_block(
 
     `cross` holds the encoder's output as keys and values of this block (`keys_values(params["cross_attention"], ...)`).
     Returns the output and the keys and values of self-attention, which are the cache's new content when one is given:
-    its T new columns are written at `start`, and the mask speaks of all its columns.
+    its T new columns are written at `start`, and the mask speaks of all its columns. bias and positions as in
+    `encoder_block`; cross-attention knows neither.
     params: attention, attention_norm, cross_attention, cross_attention_norm, feed_forward, feed_forward_norm.
     """
     keys = _split(key, 5)
     own_keys = _split(keys[0], 2)
-    x, projected = _self_attention_sublayer(params, x, mask, settings, own_keys, cache=cache, start=start)
+    x, projected = _self_attention_sublayer(
+        params, x, mask, bias, positions, settings, own_keys, cache=cache, start=start
+    )
     h = _enter(params["cross_attention_norm"], x, settings)
     y = attend(
         params["cross_attention"],
@@ -183,6 +158,7 @@ def decoder_block(
         mask=cross_mask,
         dropout_rate=settings.attention_dropout,
         dropout_key=keys[1],
+        implementation=settings.implementation,
     )
     x = _leave(params["cross_attention_norm"], x, y, settings, keys[2])
     return _feed_forward_sublayer(params, x, settings, keys[3:]), projected
@@ -195,22 +171,33 @@ def decoder_block_weights(
     *,
     mask: Mask,
     cross_mask: Mask,
+    bias: Bias = None,
+    positions: Positions = None,
     settings: BlockSettings,
 ) -> tuple[Float[Array, "B N T T"], Float[Array, "B N T S"]]:
     """The weights of self-attention and of cross-attention of `decoder_block` at its input x."""
-    own = encoder_block_weights(params, x, mask=mask, settings=settings)
-    x, _ = _self_attention_sublayer(params, x, mask, settings, _split(None, 2))
+    own = encoder_block_weights(params, x, mask=mask, bias=bias, positions=positions, settings=settings)
+    x, _ = _self_attention_sublayer(params, x, mask, bias, positions, settings, _split(None, 2))
     h = _enter(params["cross_attention_norm"], x, settings)
     return own, head_weights(params["cross_attention"], h, cross, mask=cross_mask)
 
 
-def _self_attention_sublayer(params, x, mask, settings, keys, *, cache=None, start=None):
+def _self_attention_sublayer(params, x, mask, bias, positions, settings, keys, *, cache=None, start=None):
     h = _enter(params["attention_norm"], x, settings)
-    projected = keys_values(params["attention"], h, h)
+    turn = {"rope": settings.rope, "positions": positions}
+    projected = keys_values(params["attention"], h, h, **turn)
     if cache is not None:
         projected = write(cache, projected, start)
     y = attend(
-        params["attention"], h, projected, mask=mask, dropout_rate=settings.attention_dropout, dropout_key=keys[0]
+        params["attention"],
+        h,
+        projected,
+        mask=mask,
+        bias=bias,
+        **turn,
+        dropout_rate=settings.attention_dropout,
+        dropout_key=keys[0],
+        implementation=settings.implementation,
     )
     return _leave(params["attention_norm"], x, y, settings, keys[1]), projected
 
@@ -243,16 +230,6 @@ def _leave(norm, x, y, settings, key):
     """The residual connection around a sublayer whose output is y, and the norm after it (post-LN)."""
     x = x + dropout(y, rate=settings.residual_dropout, key=key)
     return x if settings.norm == "pre" else layer_norm(norm, x, eps=settings.norm_eps)
-
-
-def _heads(params, name, x):
-    heads = jnp.einsum("BTD,DNH->BTNH", x, params[name])
-    bias = params.get(f"{name}_bias")
-    return heads if bias is None else heads + bias[None, None]
-
-
-def _add_bias(x, bias):
-    return x if bias is None else x + bias[None, None]
 
 
 def _split(key, count):

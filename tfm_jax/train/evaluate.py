@@ -13,7 +13,7 @@ from tfm_jax.data.tokenizer import Tokenizer
 from tfm_jax.decode.text import TOO_LONG, one_line, translate
 from tfm_jax.models import Model
 from tfm_jax.sharding import batch_sharding
-from tfm_jax.train.report import LineCounter, plot_alignments, write_whole
+from tfm_jax.train.report import LineCounter, plot_alignments, plot_heads, write_whole
 from tfm_jax.train.run import Fitted
 from tfm_jax.train.step import Objective, eval_step
 
@@ -81,7 +81,7 @@ def evaluate_translation(
 
 
 def conclude(fitted: Fitted, text: ParallelText) -> tuple[dict[str, Any], list[str]]:
-    """`evaluate_translation` at the end of a run: leaves hypotheses.txt and alignments.png, shows some translations."""
+    """`evaluate_translation` at the end of a run: leaves hypotheses.txt and two plots, shows some translations."""
     model, params, tokenizer, run = fitted.model, fitted.params, fitted.tokenizer, fitted.run
     scores, hypotheses = evaluate_translation(
         model, params, tokenizer, text, decode=run.decode, too_long=run.data.too_long
@@ -92,6 +92,8 @@ def conclude(fitted: Fitted, text: ParallelText) -> tuple[dict[str, Any], list[s
     if alignments:
         layer = model.config.num_decoder_layers - 1
         plot_alignments(fitted.directory / "alignments.png", model, params, tokenizer, alignments, layer=layer)
+        layer = min(layer, model.config.num_encoder_layers - 1)
+        plot_heads(fitted.directory / "heads.png", model, params, tokenizer, alignments[0], layer=layer)
     for i in shown:
         print(f"\nsource     {text.source[i]}\noutput     {hypotheses[i]}\nreference  {text.target[i]}")
     return scores, hypotheses

@@ -135,6 +135,46 @@ def plot_alignments(
     """
     import matplotlib.pyplot as plt
 
+    weights, source_ids, output_ids = _read_weights(model, params, tokenizer, pairs, layer)
+    figure, axes = plt.subplots(1, len(pairs), figsize=(5.2 * len(pairs), 5), layout="constrained", squeeze=False)
+    for axis, heads, source, output in zip(axes[0], weights["cross"], source_ids, output_ids, strict=True):
+        image = _draw(axis, heads.mean(axis=0), _labels(tokenizer, output), _labels(tokenizer, source))
+        axis.set(xlabel="source token (attended to)", ylabel="output token (being written)")
+    figure.colorbar(image, ax=axes, label=f"cross-attention weight, layer {layer}, mean over heads", shrink=0.8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def plot_heads(
+    path: Path, model: Model, params: dict, tokenizer: Tokenizer, pair: tuple[str, str], *, layer: int
+) -> None:
+    """Every head of one layer for a (source, output) pair, tokens on the axes, as a PNG.
+
+    One row of pictures for each place: encoder and decoder (self-attention) and cross. In a picture a row is the token
+    that looks, a column the token looked at; the decoder looks from what is already written.
+    """
+    import matplotlib.pyplot as plt
+
+    weights, (source_ids,), (output_ids,) = _read_weights(model, params, tokenizer, [pair], layer)
+    source, output = _labels(tokenizer, source_ids), _labels(tokenizer, output_ids)
+    read = _labels(tokenizer, [tokenizer.bos_id, *output_ids[:-1]])
+    places = {"encoder": (source, source), "decoder": (read, read), "cross": (output, source)}
+    count = len(weights["cross"][0])
+    figure, axes = plt.subplots(
+        len(places), count, figsize=(3.2 * count, 3.2 * len(places)), layout="constrained", squeeze=False
+    )
+    for row, (place, (looking, looked_at)) in zip(axes, places.items(), strict=True):
+        for head, (axis, one) in enumerate(zip(row, weights[place][0], strict=True)):
+            image = _draw(axis, one, looking, looked_at)
+            axis.set_title(f"{place}, head {head}", fontsize=9)
+            axis.tick_params(labelsize=7)
+    figure.colorbar(image, ax=axes, label=f"attention weight, layer {layer}", shrink=0.6)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def _read_weights(model, params, tokenizer, pairs, layer):
+    """The weights of a layer for (source, output) pairs, by place `B N T S`, and the ids on their axes."""
     source_ids, output_ids = (
         # what a model wrote may have more tokens when it is read again
         [[*ids, tokenizer.eos_id][: model.config.max_length] for ids in tokenizer.encode(list(texts))]
@@ -143,18 +183,17 @@ def plot_alignments(
     columns, rows = _padded(source_ids, tokenizer.pad_id), _padded(output_ids, tokenizer.pad_id)
     shifted = jnp.concatenate([jnp.full((len(pairs), 1), tokenizer.bos_id, jnp.int32), rows[:, :-1]], axis=1)
     read = jax.jit(functools.partial(model.attention_weights, layer=layer))
-    weights_BNTS = read(params, columns, shifted, source_segment_ids=(columns != tokenizer.pad_id).astype(jnp.int32))
-    weights = np.asarray(weights_BNTS["cross"].mean(axis=1))
+    weights = read(params, columns, shifted, source_segment_ids=(columns != tokenizer.pad_id).astype(jnp.int32))
+    return {place: np.asarray(array) for place, array in weights.items()}, source_ids, output_ids
 
-    figure, axes = plt.subplots(1, len(pairs), figsize=(5.2 * len(pairs), 5), layout="constrained", squeeze=False)
-    for axis, one, source, output in zip(axes[0], weights, source_ids, output_ids, strict=True):
-        image = axis.imshow(one[: len(output), : len(source)], cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto")
-        axis.set_xticks(range(len(source)), _labels(tokenizer, source), rotation=90)
-        axis.set_yticks(range(len(output)), _labels(tokenizer, output))
-        axis.set(xlabel="source token (attended to)", ylabel="output token (being written)")
-    figure.colorbar(image, ax=axes, label=f"cross-attention weight, layer {layer}, mean over heads", shrink=0.8)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+
+def _draw(axis, weights, looking, looked_at):
+    """A matrix of weights with tokens on its axes; what is beyond them is padding."""
+    shown = weights[: len(looking), : len(looked_at)]
+    image = axis.imshow(shown, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto")
+    axis.set_xticks(range(len(looked_at)), looked_at, rotation=90)
+    axis.set_yticks(range(len(looking)), looking)
+    return image
 
 
 def _padded(sequences: list[list[int]], pad_id: int) -> jax.Array:
