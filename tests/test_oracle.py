@@ -284,6 +284,24 @@ def test_nan_in_a_pair_that_is_hidden_reaches_nobody():
     np.testing.assert_array_equal(found.bias[0]["array"][:, :, first], expected.bias[0]["array"][:, :, first])
 
 
+def test_nan_in_a_hidden_pair_of_a_parameter_reaches_no_gradient():
+    """A derivative there is NaN, and so is its product with the zero that is the gradient of a hidden score."""
+
+    def times(score, query, key, head, factor, offset):
+        return score * factor + offset
+
+    def derivatives(score, query, key, head, factor, offset):
+        return factor, [score, factor / factor]
+
+    factor = normal(B, N, T, S)
+    one, same = (
+        oracle.ScoreFunction(times, derivatives, **AT, params=(x, 0.3))
+        for x in (factor, np.where(MASK, factor, np.nan))
+    )
+    expected, found = _gradients((T5, one), mask=MASK), _gradients((T5, same), mask=MASK)
+    np.testing.assert_equal(found._asdict(), expected._asdict())
+
+
 def drawn(*rows):
     """x where a query (a row) sees a key."""
     return np.array([[mark == "x" for mark in row] for row in rows])

@@ -44,7 +44,7 @@ class AttentionBias:
         """The scores of a tile, float32, with this bias applied; -inf says what a False in the mask says."""
         return logits
 
-    def visible(self, tile: Tile, num_heads: int) -> Bool[Array, "#B #N #T #S"] | None:
+    def visible(self, tile: Tile) -> Bool[Array, "#B #N #T #S"] | None:
         """Where it hides keys whatever the score, so that what stands there, NaN included, never matters."""
         return None
 
@@ -91,7 +91,7 @@ class DenseBias(AttentionBias):
         # -inf stays out of the sum: its gradient would be NaN
         return logits + jnp.where(jnp.isneginf(self.array), 0, self.array).astype(jnp.float32)
 
-    def visible(self, tile, num_heads):
+    def visible(self, tile):
         return ~jnp.isneginf(self.array)
 
     def check(self, num_heads, num_queries, num_keys):
@@ -216,7 +216,8 @@ class ScoreFunction(AttentionBias):
 
     function: Callable[..., Any] = field(metadata={"static": True})
     """function(score, query_position, key_position, head, *params) -> score, of arrays that broadcast to `B N T S`,
-    traced into each tile; -inf hides a key. A function defined once: a new lambda at each call compiles anew."""
+    traced into each tile; -inf hides the pair (but what stands in a slot never matters only where a mask hides it). A
+    function defined once: a new lambda at each call compiles anew."""
     params: tuple[Any, ...] = ()
     """Arrays that the function needs; they have gradients, which arrays that it captures would not have."""
 
@@ -224,10 +225,6 @@ class ScoreFunction(AttentionBias):
         query, key = tile.query_positions[:, None, :, None], tile.key_positions[:, None, None, :]
         heads = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :, None, None]
         return self.function(logits, query, key, heads, *self.params)
-
-    def visible(self, tile, num_heads):
-        T, S = tile.query_positions.shape[1], tile.key_positions.shape[1]
-        return ~jnp.isneginf(self.logits(jnp.zeros((1, num_heads, T, S), jnp.float32), tile))
 
 
 Biases = tuple[AttentionBias, ...]

@@ -161,6 +161,8 @@ class AttentionMask:
             raise ValueError(f"window is {self.window}: (left, right) is expected, each at least 0 or None (no bound)")
         for name, (query_axis, key_axis) in _AXES.items():
             array = getattr(self, name)
+            if array is not None and array.ndim != (rank := 4 if name == "dense" else 2):
+                raise ValueError(f"{name} has shape {array.shape}: {rank} axes are expected")
             for axis, length in ((query_axis, num_queries), (key_axis, num_keys)):
                 if array is not None and axis is not None and array.shape[axis] not in (1, length):
                     raise ValueError(

@@ -46,7 +46,7 @@ def tile_visible(
     """Which keys of a tile each query may see by mask and biases (cut to the tile); None: all."""
     visible = None if mask is None else mask.tile(rows, columns, num_heads)
     for bias in biases:
-        finite = bias.visible(tile, num_heads)
+        finite = bias.visible(tile)
         visible = both(visible, finite)
     return visible
 
