@@ -1,4 +1,4 @@
-"""Sinusoidal encoding and rotary embedding: published values, and the properties that made their authors choose them."""
+"""Sinusoidal and rotary positions: their published values, and the properties that made their authors choose them."""
 
 import dataclasses
 import json
@@ -165,7 +165,7 @@ def test_a_score_depends_on_the_difference_of_positions_alone(settings):
         scores[distance] = np.einsum("BTNH,BTNH->T", *(np.asarray(x, np.float64) for x in turned))
         np.testing.assert_allclose(scores[distance], scores[distance][0], atol=2e-4)
     np.testing.assert_allclose(scores[0], (query * key)[0, :, 0].sum(axis=-1), atol=1e-5)
-    assert abs(scores[3][0] - scores[0][0]) > 0.05 and abs(scores[-2][0] - scores[3][0]) > 0.05
+    assert abs(scores[3][0] - scores[0][0]) > 0.01 and abs(scores[-2][0] - scores[3][0]) > 0.01
 
 
 def test_the_pairings_are_permutations_of_each_other():
@@ -219,8 +219,8 @@ def test_rotary_keeps_its_dtype_whatever_the_flag(x64):
     with jax.enable_x64(x64):
         for dtype in (jnp.int32, jnp.int64) if x64 else (jnp.int32, jnp.int16):
             for kind in (jnp.float32, jnp.bfloat16, jnp.float16):
-                positions = jnp.asarray([[0, 257]], dtype)
-                assert rotary_embedding(jnp.ones((1, 2, 1, 4), kind), positions, Rotary()).dtype == kind
+                shapes = jax.ShapeDtypeStruct((1, 2, 1, 4), kind), jax.ShapeDtypeStruct((1, 2), dtype)
+                assert jax.eval_shape(lambda *x: rotary_embedding(*x, Rotary()), *shapes).dtype == kind
 
 
 @pytest.mark.parametrize("kept", KEPT["rates"], ids=[kept["settings"]["scaling"] for kept in KEPT["rates"]])

@@ -4,6 +4,7 @@ A configuration is any dataclass with the fields positions, rope, shaw_distance,
 implementation, num_heads, d_v, max_length and dropout.attention, as the families' are.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -79,8 +80,9 @@ def require_positions(config: Any, d_k: int) -> None:
             require(config.shaw_distance >= 1, f"model.shaw_distance is {config.shaw_distance}: at least 1 is needed")
         case "t5":
             sizes = {"num_buckets": config.t5_buckets, "max_distance": config.t5_max_distance}
-            bucket = lambda distance: relative_position_bucket(distance, bidirectional=True, **sizes)  # noqa: E731
-            jax.eval_shape(bucket, jax.ShapeDtypeStruct((), jnp.int32))
+            for bidirectional in (True, False):
+                bucket = functools.partial(relative_position_bucket, bidirectional=bidirectional, **sizes)
+                jax.eval_shape(bucket, jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def require_implementation(config: Any, d_k: int) -> None:
@@ -88,7 +90,8 @@ def require_implementation(config: Any, d_k: int) -> None:
     if config.implementation == "auto":
         return
     floats = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
-    heads, d_v = (1, config.max_length, config.num_heads), config.d_v or d_k
+    # a kernel that wants lengths of a certain kind says so of the batches, not of the longest one there may be
+    heads, d_v = (1, -(-config.max_length // 128) * 128, config.num_heads), config.d_v or d_k
     segments = jax.ShapeDtypeStruct(heads[:2], jnp.int32)
     biases = {
         "alibi": ALiBi(floats(config.num_heads)),

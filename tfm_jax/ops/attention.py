@@ -212,11 +212,12 @@ _SHORT = 1024 * 1024
 def _auto(request, platform):
     """The name that "auto" stands for, and why."""
     _, _, T, S = request.shape
-    fused = {"gpu": "cudnn", "tpu": "splash"}.get(platform)
+    fused, passed = {"gpu": "cudnn", "tpu": "splash"}.get(platform), ""
     if fused is not None:
         reason = IMPLEMENTATIONS[fused].refusal(request) or IMPLEMENTATIONS[fused].drawback(request)
         if reason is None:
             return fused, f"the fused kernel of this platform ({platform}) can do it"
+        passed = f" (not {fused}: {reason})"
     if T * S < _SHORT:
-        return "reference", f"{T} x {S} scores are few: one product over all of them is fastest"
-    return "blockwise", f"{T} x {S} scores are many: they are made in tiles and never kept"
+        return "reference", f"{T} x {S} scores are few: one product over all of them is fastest{passed}"
+    return "blockwise", f"{T} x {S} scores are many: they are made in tiles and never kept{passed}"

@@ -6,6 +6,8 @@ linear memory where the kernel needs no T x S array, and zeroed; the output of s
 kernel cannot do is refused by name.
 """
 
+import functools
+import operator
 from dataclasses import dataclass, replace
 
 import jax
@@ -41,6 +43,8 @@ class CuDNN:
             return f"head size {H}: cuDNN takes multiples of 8 up to 128"
         if E != H:
             return f"d_v {E} with d_k {H}: cuDNN takes one size for both"
+        if request.biases and request.query.dtype == jnp.float16:
+            return "bias with dtype float16: its range ends at 65504, beyond which a bias would be lost"
         if self._builds_array(request) and (T % 2 or S % 2):
             return f"{T} queries and {S} keys with an array of mask or bias: its gradient in cuDNN takes even lengths"
         return _dropout_or_dtype(request, ("float16", "bfloat16")) or _gpu_without_cudnn()
@@ -62,8 +66,11 @@ class CuDNN:
         query, key, value, (_, N, T, S) = request.query, request.key, request.value, request.shape
         left, _ = _reach(request.mask)
         native = _native(request.mask, T, S)
-        bias, visible = _dense(request.biases)
-        if visible is not None or not native:
+        bias = visible = None
+        if self._builds_array(request):
+            if request.biases:
+                bias = functools.reduce(operator.add, (one.array.astype(jnp.float32) for one in request.biases))
+                visible = ~jnp.isneginf(bias)
             visible = both(visible, None if request.mask is None else request.mask.array(T, S, N))
             visible = jnp.broadcast_to(visible, (*visible.shape[:2], T, S))
             live = visible.any(axis=3).swapaxes(1, 2)[..., None]
@@ -93,7 +100,7 @@ class Splash:
     """The implementation `splash`: JAX's Pallas kernel for TPU, in float32 or bfloat16; reverse-mode gradients only.
 
     Takes causal masks, windows and segments, all by array index, and one `SoftCap`; any T, S, d_k and d_v; nothing of
-    T x S is built. XLA does not divide it over devices: under a mesh it runs inside `jax.shard_map`.
+    T x S is built. XLA does not divide it over devices: under a mesh it runs in `jax.shard_map(..., check_vma=False)`.
     """
 
     interpret: bool = False
@@ -115,20 +122,16 @@ class Splash:
         unknown = set() if request.mask is None else request.mask.facts - _BY_INDEX - _SEGMENTS
         if unknown:
             return f"mask field {', '.join(sorted(unknown))}: the TPU kernel takes causal, window and segments by index"
-        divided = None if self.interpret else _divided_mesh()
-        if divided is not None:
-            return f"mesh {divided}: XLA does not divide a Pallas kernel over devices; call it inside jax.shard_map"
+        mesh = None if self.interpret else _mesh_in_the_way(request)
+        if mesh is not None:
+            return f"{mesh}: it runs on one device, or inside jax.shard_map(..., check_vma=False)"
         return _dropout_or_dtype(request, ("float32", "bfloat16"))
 
     def drawback(self, request: Request) -> str | None:
         """Why another implementation serves the request better; None when this one is best."""
         _, _, T, S = request.shape
-        # not measured on a TPU: there it fills whole blocks of 128 and wins where scores no longer fit fast memory
-        return (
-            f"{T} queries and {S} keys are few for the TPU kernel, of either it wants 1024"
-            if min(T, S) < 1024
-            else None
-        )
+        # not measured on a TPU: the kernel fills whole blocks of 128, and wins where scores outgrow the fast memory
+        return None if min(T, S) >= 1024 else f"{T} queries, {S} keys: the TPU kernel pays from 1024 of either"
 
     def scores(self, request: Request) -> str:
         """As `Explanation.scores`."""
@@ -197,11 +200,17 @@ def _gpu_without_cudnn():
     return f"GPU of compute capability {capability}: cuDNN's fused attention needs CUDA and 8.0"
 
 
-def _divided_mesh():
-    """The axes of the current mesh over which XLA would have to divide a kernel, in words; None: there are none."""
+def _mesh_in_the_way(request):
+    """Why a Pallas kernel cannot be lowered where the request is made; None: it can."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
-    return ", ".join(f"{name} {size}" for name, size, kind in axes if size > 1 and kind != AxisType.Manual) or None
+    divided = ", ".join(f"{name} {size}" for name, size, kind in axes if size > 1 and kind != AxisType.Manual)
+    if divided:
+        return f"mesh {divided}, over which XLA does not divide a Pallas kernel"
+    # the kernel that ships with JAX does not say over which axes its outputs vary
+    followed = [getattr(jax.typeof(x), "manual_axis_type", None) for x in (request.query, request.key, request.value)]
+    varying = any(getattr(axes, "varying", None) for axes in followed)
+    return "jax.shard_map with check_vma=True, which does not take this Pallas kernel" if varying else None
 
 
 def _reach(mask):
@@ -216,17 +225,6 @@ def _native(mask, T, S):
         return "none"
     # where T != S the corner to which cuDNN aligns depends on its version
     return "causal" if mask.facts <= _BY_INDEX and _reach(mask)[1] == 0 and T == S else None
-
-
-def _dense(biases):
-    """The sum of dense biases in float32 and where none of them is -inf; None, None: there are none."""
-    total = visible = None
-    for bias in biases:
-        finite = ~jnp.isneginf(bias.array)
-        array = jnp.where(finite, bias.array, 0).astype(jnp.float32)
-        total = array if total is None else total + array
-        visible = both(visible, finite)
-    return total, visible
 
 
 def _splash():

@@ -55,10 +55,15 @@ class Rotary:
     def __post_init__(self):
         if not 0.0 < self.fraction <= 1.0:
             raise ValueError(f"rope.fraction is {self.fraction}: it lies in (0, 1]")
-        if not (self.base > 1.0 and self.factor >= 1.0):
-            raise ValueError(f"rope.base is {self.base}, rope.factor {self.factor}: above 1 and at least 1 are needed")
+        if not (1.0 < self.base < math.inf and 1.0 <= self.factor < math.inf):
+            raise ValueError(f"rope.base is {self.base}, rope.factor {self.factor}: finite, above 1 and at least 1")
         if (self.factor != 1.0) == (self.scaling == "none"):
             raise ValueError(f"rope.scaling is {self.scaling!r} with factor {self.factor}: give both or neither")
+        own = {
+            name: getattr(self, name) for name in ("original_length", "low_frequency_factor", "high_frequency_factor")
+        }
+        if self.scaling != "llama3" and tuple(own.values()) != (8192, 1.0, 4.0):
+            raise ValueError(f"rope.scaling is {self.scaling!r}, but of {own} some are set: they are for llama3")
         if not 0.0 < self.low_frequency_factor < self.high_frequency_factor or self.original_length < 1:
             raise ValueError(
                 f"rope: low_frequency_factor {self.low_frequency_factor}, high_frequency_factor "
@@ -67,7 +72,7 @@ class Rotary:
 
     def rotated(self, head_size: int) -> int:
         """R, how many elements of a head turn; raises `ValueError` where that is odd."""
-        rotated = int(head_size * self.fraction)
+        rotated = math.floor(head_size * self.fraction + 1e-6)  # 44 * (30 / 44) is not quite 30
         if rotated % 2 or rotated == 0:
             raise ValueError(
                 f"rope turns pairs of elements, but the fraction {self.fraction} of a head of size {head_size} is "
