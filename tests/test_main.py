@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,10 @@ import pytest
 import tfm_jax
 from tests.train.killed_run import TRAIN, VALIDATION, tiny_run
 from tfm_jax import __main__ as command_line
+from tfm_jax import equivalence
 from tfm_jax.decode.text import BLANK, Translation, translate
+from tfm_jax.equivalence_cases import Case
+from tfm_jax.ops.attention import IMPLEMENTATIONS
 from tfm_jax.train import loop
 from tfm_jax.train.run import load
 
@@ -136,6 +140,51 @@ def test_damaged_parameters_are_said_in_a_line(directory, call, tmp_path):
     (copy / "parameters" / "_CHECKPOINT_METADATA").write_text("{}")
     code, out = call("translate", "--run", copy, stdin=b"abc\n")
     assert str(code).startswith("error: ") and "damaged" in code and out == b""
+
+
+def rows(*cases):
+    return [row for case in cases for row in equivalence.measure(case, implementations=("reference", "cudnn"))]
+
+
+def test_equivalence_prints_the_table_and_writes_its_rows(call, monkeypatch, tmp_path):
+    asked, found = [], rows(Case(), Case("causal", heads="MQA"))
+    monkeypatch.setattr(command_line, "table", lambda **options: asked.append(options) or found)
+    code, out = call("equivalence", "--json", tmp_path / "rows.json", "--no-full", "--dtype", "bfloat16")
+    assert code == 0 and out.decode() == equivalence.compact(found) + "\n"
+    assert json.loads((tmp_path / "rows.json").read_text()) == found
+    assert call("equivalence") == (0, out)
+    assert asked == [{"full": False, "dtype": "bfloat16"}, {"full": True, "dtype": "float32"}]
+
+
+def test_a_mismatch_is_exit_code_1_and_is_written(call, monkeypatch, tmp_path):
+    class Doubled(type(IMPLEMENTATIONS["reference"])):
+        def run(self, request):
+            return super().run(request) * 2.0
+
+    monkeypatch.setitem(IMPLEMENTATIONS, "reference", Doubled())
+    monkeypatch.setattr(equivalence, "cases", lambda **_: [Case("causal")])
+    code, out = call("equivalence", "--json", tmp_path / "rows.json")
+    assert code == 1 and b"| **1e+00 mismatch** |" in out
+    statuses = {(row["implementation"], row["status"]) for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert ("reference", "mismatch") in statuses and ("blockwise", "equal") in statuses
+
+
+def test_where_the_rows_cannot_go_is_said_before_the_work(call, monkeypatch, tmp_path):
+    monkeypatch.setattr(command_line, "table", lambda **_: pytest.fail("the work was done"))
+    code, out = call("equivalence", "--json", tmp_path / "no" / "rows.json")
+    assert code.startswith("error: ") and "no directory" in code and out == b""
+
+
+@pytest.mark.slow
+def test_all_implementations_are_equal(tmp_path):
+    """The whole command: no mismatch, and cases and refusals as in the kept table, in at most 10 minutes."""
+    start = time.monotonic()
+    done = process("equivalence", "--json", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
+    assert time.monotonic() - start < 600 and b"\x1b" not in done.stderr
+    kept = json.loads((ROOT / "experiments" / "results" / "equivalence.json").read_text())
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert [row | {"error": 0} for row in found] == [row | {"error": 0} for row in kept]
 
 
 def test_every_public_name_is_there():

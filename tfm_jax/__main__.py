@@ -3,12 +3,15 @@
 import dataclasses
 import json
 import sys
+from pathlib import Path
+from typing import Literal
 
 import tyro
 
 from tfm_jax.data.sources import read_parallel, split_lines
 from tfm_jax.decode.text import one_line
 from tfm_jax.decode.text import translate as translate_lines
+from tfm_jax.equivalence import compact, mismatches, save, table
 from tfm_jax.train.checkpoint import DamagedCheckpoint
 from tfm_jax.train.evaluate import evaluate_translation
 from tfm_jax.train.report import LineCounter
@@ -46,12 +49,30 @@ def evaluate(run: str, source: str, target: str, beams: int | None = None) -> No
     print(json.dumps(scores | {"examples": len(text)}, indent=2, ensure_ascii=False))
 
 
+def equivalence(json: str | None = None, full: bool = True, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
+    """Compare every implementation of attention with float64 NumPy: output and gradients. A mismatch is exit code 1.
+
+    Args:
+        json: File for the rows, one for each quantity of each implementation in each case. None: they are printed only.
+        full: Every mask with every bias, and after that every two values of all that varies; else the latter alone.
+        dtype: What every mask with every bias is computed in.
+    """
+    if json is not None and not Path(json).absolute().parent.is_dir():
+        raise ValueError(f"{json} cannot be written: there is no directory {Path(json).absolute().parent}")
+    rows = table(full=full, dtype=dtype)
+    if json is not None:
+        save(rows, json)
+    print(compact(rows))
+    if mismatches(rows):
+        raise SystemExit(1)
+
+
 def _decode(run: str, beams: int | None):
     decode = read_config(run).decode
     return decode if beams is None else dataclasses.replace(decode, beams=beams)
 
 
-COMMANDS = {"translate": translate, "evaluate": evaluate}
+COMMANDS = {"translate": translate, "evaluate": evaluate, "equivalence": equivalence}
 
 
 def main() -> None:

@@ -44,7 +44,8 @@ class DenseBias(AttentionBias):
     array: ArrayLike
 
     def scores(self, scores, query, visible):
-        return scores + wide(self.array)
+        array = wide(self.array)
+        return np.where(array == -np.inf, -np.inf, scores + array)
 
     def scores_gradients(self, scores, query, visible, gradient):
         return gradient, 0.0, {"array": _sum_to(np.shape(self.array), gradient)}

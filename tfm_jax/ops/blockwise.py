@@ -83,6 +83,10 @@ class _Plan:
         tile = Tile(query, *(mask or AttentionMask()).positions(rows, columns))
         visible = tile_visible(mask, biases, tile, rows, columns, self.shape[1])
         skippable = visible is not None and self.rows.count * self.columns.count > 1
+        if visible is not None and self.rows.padded != self.shape[2]:
+            # a row beyond the end sees nothing, or the keys it happened to see would count as seen
+            real = rows.start + jnp.arange(rows.length, dtype=jnp.int32) < self.shape[2]
+            visible = visible & real[None, None, :, None]
         if self.columns.padded != self.shape[3]:
             within = columns.start + jnp.arange(columns.length, dtype=jnp.int32) < self.shape[3]
             visible = both(visible, within[None, None, None])
