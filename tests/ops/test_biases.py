@@ -1,5 +1,6 @@
 """Biases by their published values and by the oracle's equations, and what they refuse."""
 
+import functools
 import re
 
 import jax
@@ -43,7 +44,10 @@ POSITIONS = (
 MASK = AttentionMask(*POSITIONS)
 
 
-@jax.jit
+# tiny sizes: compilation is all the time there is, and this takes two thirds of it
+@functools.partial(
+    jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+)
 def attend(bias):
     """Output and gradients by query, key, value and bias, of the reference and of blockwise."""
 
@@ -233,6 +237,16 @@ def test_a_function_that_hides(function, in_numpy, derivative):
     assert_is_the_oracles(ScoreFunction(function), twin)
 
 
+def test_what_one_hides_the_next_does_not_show():
+    """cap * tanh(-inf / cap) is -cap, and a negative multiple of -inf is inf: what is hidden stays so."""
+    in_numpy = lambda score, query, key, _: np.where((query + key) % 3 == 0, -np.inf, 2.0 * score)  # noqa: E731
+    hides = oracle.ScoreFunction(in_numpy, lambda *arguments: (2.0, []), *POSITIONS)
+    assert_is_the_oracles((ScoreFunction(hides_multiples), SoftCap(1.5)), (hides, oracle.SoftCap(1.5)))
+    params = jnp.full((1, N, 1, 1), -1.5), jnp.full((1, 1, 1, 1), 0.1)
+    turned = oracle.ScoreFunction(tempered, tempered_derivatives, *POSITIONS, params=params)
+    assert_is_the_oracles((ScoreFunction(hides_multiples), ScoreFunction(tempered, params)), (hides, turned))
+
+
 @pytest.mark.parametrize("shape", [(B, N, T, S), (1, N, 1, S), (B, 1, T, 1), (1, 1, 1, 1)], ids=str)
 def test_a_dense_array_with_and_without_minus_infinity(shape):
     """Its gradient has its shape, zero where it hides; a query from which it hides all keys is dead."""
@@ -322,8 +336,18 @@ def test_without_positions_the_index_counts():
         assert_near(output, oracle.dot_product_attention(*QKV, bias=oracle.ALiBi(alibi_slopes(N), *index)))
 
 
+@pytest.mark.parametrize(
+    "bias", [alibi(N), T5Bias(normal(4, 8, N)), ShawBias(normal(5, 5, H))], ids=lambda x: type(x).__name__
+)
+def test_moved_positions_change_nothing(bias):
+    """I10: what counts is the distance."""
+    moved = AttentionMask(*(x + 1_000_003 for x in POSITIONS))
+    weights = (attention_weights(*QKV[:2], mask=mask, bias=bias) for mask in (MASK, moved))
+    np.testing.assert_array_equal(*weights)
+
+
 def test_additive_masks_add_up():
-    """Two textbook masks: -inf + -inf is no NaN, and hides what either hides."""
+    """B05: two textbook masks: -inf + -inf is no NaN, and hides what either hides."""
     one, other = (jnp.asarray(np.random.default_rng(seed).random((B, 1, T, S)) < 0.6) for seed in (1, 2))
     (output, gradients), blockwise = attend((additive_mask(one), additive_mask(other)))
     expected = oracle.dot_product_attention(*QKV, mask=one & other)

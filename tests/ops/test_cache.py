@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tfm_jax.ops import AttentionMask, BlockSettings, KeyValue, KVCache, decoder_block
-from tfm_jax.ops.multi_head import keys_values
 from tfm_jax.ops.cache import write
+from tfm_jax.ops.multi_head import keys_values
 
 L, B, S, C, K, H, E = 2, 3, 5, 7, 1, 2, 4
 

@@ -134,3 +134,44 @@ def test_a_sharded_array_drops_the_same_elements(spec):
     )
     assert len(sharded.sharding.device_set) == 8
     np.testing.assert_array_equal(sharded, drop(x, rate=0.3, key=key))
+
+
+@pytest.mark.parametrize("shape", [(13,), (3, 5), (2, 3, 5, 7)], ids=str)
+def test_a_tile_is_the_slice_of_the_whole(shape):
+    """Every start that fits, as plain numbers and traced: a choice belongs to an element, not to a cut."""
+    seed, rate = jax.random.key(5), 0.4
+    whole = np.asarray(keep(seed, shape, rate))
+    lengths = tuple(max(1, length - 2) for length in shape)
+    at = jax.jit(lambda starts: keep_mask(seed, shape, rate, tile=tuple(zip(starts, lengths, strict=True))))
+    for starts in itertools.product(*(range(length - part + 1) for length, part in zip(shape, lengths, strict=True))):
+        part = whole[tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))]
+        np.testing.assert_array_equal(at(tuple(jnp.int32(start) for start in starts)), part)
+    np.testing.assert_array_equal(keep_mask(seed, shape, rate, tile=tuple(zip(starts, lengths, strict=True))), part)
+    np.testing.assert_array_equal(keep_mask(seed, shape, rate, tile=tuple((0, length) for length in shape)), whole)
+
+
+def test_tiles_of_many_starts_at_once():
+    """Under vmap and in a scan, where blockwise asks for them."""
+    seed, shape, rate = jax.random.key(6), (3, 12, 20), 0.4
+    whole = np.asarray(keep(seed, shape, rate))
+    tile = lambda row, column: keep_mask(seed, shape, rate, tile=((0, 3), (row * 4, 4), (column * 5, 5)))  # noqa: E731
+    rows, columns = jnp.arange(3, dtype=jnp.int32), jnp.arange(4, dtype=jnp.int32)
+    tiles = jax.jit(jax.vmap(jax.vmap(tile, (None, 0)), (0, None)))(rows, columns)
+    scanned = jax.lax.scan(lambda _, row: (None, jax.lax.map(lambda column: tile(row, column), columns)), None, rows)[1]
+    blocks = whole.reshape(3, 3, 4, 4, 5).transpose(1, 3, 0, 2, 4)
+    np.testing.assert_array_equal(tiles, blocks)
+    np.testing.assert_array_equal(scanned, blocks)
+
+
+def test_a_tile_far_out_is_that_of_its_flat_index():
+    """Indices are 32 bits, with or without the x64 flag, and nothing whole is made: 8 heads of 30,011 tokens."""
+    seed, shape, rate = jax.random.key(8), (2, 8, 30_011, 30_011), 0.4
+    start = (1, 5, 29_990, 17_003)
+    tile = tuple(zip(start, (1, 2, 3, 5), strict=True))
+    found = keep_mask(seed, shape, rate, tile=tile)
+    for offsets in np.ndindex(1, 2, 3):
+        first = np.ravel_multi_index((*np.add(start[:3], offsets), start[3]), shape) % 2**32
+        along = keep_mask(seed, (2**32,), rate, tile=((jnp.uint32(first), 5),))
+        np.testing.assert_array_equal(found[offsets], along)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(keep_mask(seed, shape, rate, tile=tile), found)

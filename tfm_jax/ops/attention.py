@@ -61,9 +61,7 @@ def dot_product_attention(
     request = _request(query, key, value, mask, bias, scale, dropout_rate, dropout_key)
     chosen = _auto(request, jax.default_backend())[0] if implementation == "auto" else implementation
     if isinstance(chosen, str):
-        if chosen not in IMPLEMENTATIONS:
-            raise ValueError(f"implementation is {chosen!r}: 'auto' or one of {sorted(IMPLEMENTATIONS)} is expected")
-        chosen = IMPLEMENTATIONS[chosen]
+        chosen = IMPLEMENTATIONS[_known(chosen)]
     reason = chosen.refusal(request)
     if reason is not None:
         raise ValueError(f"{type(chosen).__name__} cannot do this: {reason}; 'reference' and 'blockwise' can")
@@ -83,7 +81,7 @@ def attention_weights(
 
     Arguments and errors are those of `dot_product_attention`.
     """
-    return _weights(_request(query, key, key, mask, bias, scale, 0.0, None))[0]
+    return _weights(_request(query, key, None, mask, bias, scale, 0.0, None))[0]
 
 
 @dataclass(frozen=True)
@@ -125,6 +123,7 @@ def explain_implementation(
     if implementation == "auto":
         implementation, reason = _auto(request, platform or jax.default_backend())
     else:
+        implementation = _known(implementation)
         reason = f"refused, {refused[implementation]}" if implementation in refused else "asked for by name"
     return Explanation(implementation, reason, refused, IMPLEMENTATIONS[implementation].scores(request))
 
@@ -160,12 +159,18 @@ IMPLEMENTATIONS: dict[str, Any] = {
 }
 
 
+def _known(name):
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation is {name!r}: 'auto' or one of {sorted(IMPLEMENTATIONS)} is expected")
+    return name
+
+
 def _weights(request):
     """The weights `B N T S`, what is visible (None: all), and the tile that is the whole array."""
     query, key, _ = request.heads_first
     _, N, T, S = request.shape
     rows, columns = Block(0, T), Block(0, S)
-    positions = (request.mask or AttentionMask()).positions(rows, columns)
+    positions = (request.mask or AttentionMask()).positions_for_biases(rows, columns)
     tile = Tile(query, *positions)
     visible = tile_visible(request.mask, request.biases, tile, rows, columns, N)
     if visible is not None:
@@ -183,7 +188,9 @@ def _weights(request):
 
 
 def _request(query, key, value, mask, bias, scale, dropout_rate, dropout_key):
-    """The arguments in one form; raises `ValueError` for what does not go together."""
+    """The arguments in one form; raises `ValueError` for what does not go together. value None: weights alone."""
+    value_size = None if value is None else value.shape[-1]
+    value = key if value is None else value
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if not (query.ndim == key.ndim == value.ndim == 4) or key.shape[:3] != value.shape[:3]:
         raise ValueError(f"{shapes}: B T N H, B S K H, B S K E are expected")
@@ -196,11 +203,11 @@ def _request(query, key, value, mask, bias, scale, dropout_rate, dropout_key):
         raise ValueError(f"dropout rate is {dropout_rate}: it lies in [0, 1)")
     mask = None if mask is None else as_mask(mask)
     if mask is not None:
-        mask.check(T, S)
+        mask.check(T, S, batch=B, num_heads=N)
         mask = mask if mask.facts else None
     biases = as_biases(bias)
     for one in biases:
-        one.check(N, T, S)
+        one.check((B, N, T, S), (H, value_size))
     scale = H**-0.5 if scale is None else scale
     return Request(query, key, value, mask, biases, scale, dropout_rate, dropout_key if dropout_rate else None)
 

@@ -73,8 +73,11 @@ class AttentionBias:
         longer = {n: pad_all(getattr(self, n), axes, more_queries, more_keys) for n, axes in self.axes.items()}
         return replace(self, **longer) if longer else self
 
-    def check(self, num_heads: int, num_queries: int, num_keys: int) -> None:
-        """Raise `ValueError` where the bias does not fit so many heads, queries and keys."""
+    def check(self, shape: tuple[int, int, int, int], sizes: tuple[int, int | None]) -> None:
+        """Raise `ValueError` where the bias does not fit scores of shape (B, N, T, S) and heads of sizes (H, E).
+
+        E is None where there are no values, only weights.
+        """
 
 
 @jax.tree_util.register_dataclass
@@ -94,10 +97,12 @@ class DenseBias(AttentionBias):
     def visible(self, tile):
         return ~jnp.isneginf(self.array)
 
-    def check(self, num_heads, num_queries, num_keys):
-        shape, wanted = self.array.shape, (num_heads, num_queries, num_keys)
-        if len(shape) != 4 or any(n not in (1, m) for n, m in zip(shape[1:], wanted, strict=True)):
-            raise ValueError(f"bias has shape {shape}: one that broadcasts to (batch, {', '.join(map(str, wanted))})")
+    def check(self, shape, sizes):
+        own = self.array.shape
+        if len(own) != 4 or any(n not in (1, wanted) for n, wanted in zip(own, shape, strict=True)):
+            raise ValueError(f"bias has shape {own}: one that broadcasts to {shape} is expected")
+        if not jnp.issubdtype(self.array.dtype, jnp.floating):
+            raise ValueError(f"bias has dtype {self.array.dtype}: a float array is expected; a boolean one is a mask")
 
 
 @jax.tree_util.register_dataclass
@@ -112,8 +117,8 @@ class ALiBi(AttentionBias):
         distance_BTS = jnp.abs(tile.distances).astype(jnp.float32)
         return logits - self.slopes[None, :, None, None] * distance_BTS[:, None]
 
-    def check(self, num_heads, num_queries, num_keys):
-        _check_heads("slopes", self.slopes.shape, 0, num_heads)
+    def check(self, shape, sizes):
+        _check_heads("slopes", self.slopes.shape, 0, shape[1])
 
 
 def alibi(num_heads: int) -> ALiBi:
@@ -150,8 +155,8 @@ class T5Bias(AttentionBias):
         )
         return logits + lookup(self.table.astype(jnp.float32), bucket_BTS)
 
-    def check(self, num_heads, num_queries, num_keys):
-        _check_heads("table", self.table.shape, 1, num_heads)
+    def check(self, shape, sizes):
+        _check_heads("table", self.table.shape, 1, shape[1])
 
 
 @jax.tree_util.register_dataclass
@@ -183,11 +188,16 @@ class ShawBias(AttentionBias):
         weight_BNTR = _per_row("BNTS,{}TSR->BNTR", weights, chosen_BTSR)
         return jnp.einsum("BNTR,RE->BNTE", weight_BNTR, table, precision="highest")
 
-    def check(self, num_heads, num_queries, num_keys):
-        for name in ("key_table", "value_table"):
+    def check(self, shape, sizes):
+        for name, size in zip(("key_table", "value_table"), sizes, strict=True):
             table = getattr(self, name)
-            if table is not None and (table.ndim != 2 or table.shape[0] % 2 == 0):
-                raise ValueError(f"{name} has shape {table.shape}: 2 k + 1 rows for the distances -k to k are expected")
+            if table is not None and (
+                table.ndim != 2 or table.shape[0] % 2 == 0 or table.shape[1] != (size or table.shape[1])
+            ):
+                raise ValueError(
+                    f"{name} has shape {table.shape}: 2 k + 1 rows for the distances -k to k, each of size {size}, "
+                    "are expected"
+                )
 
     def _rows(self, tile, table):
         reach = table.shape[0] // 2
@@ -204,7 +214,7 @@ class SoftCap(AttentionBias):
     def logits(self, logits, tile):
         return self.cap * jnp.tanh(logits / self.cap)
 
-    def check(self, num_heads, num_queries, num_keys):
+    def check(self, shape, sizes):
         if not self.cap > 0.0:
             raise ValueError(f"cap is {self.cap}: it must be positive")
 
@@ -238,8 +248,6 @@ def as_biases(bias: Any) -> Biases:
         return (bias,)
     if isinstance(bias, tuple | list):
         return tuple(one for part in bias for one in as_biases(part))
-    if not jnp.issubdtype(bias.dtype, jnp.floating):
-        raise ValueError(f"bias has dtype {bias.dtype}: a float array is expected; a boolean one is a mask")
     return (DenseBias(bias),)
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from tfm_jax.ops.attention import Implementation
 from tfm_jax.ops.cache import KeyValue, write
 from tfm_jax.ops.dropout import dropout
 from tfm_jax.ops.multi_head import Bias, Dropout, Mask, Positions, add_bias, attend, head_weights, keys_values
@@ -32,7 +33,7 @@ class BlockSettings:
     activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = "relu"
     rope: Rotary | None = None
     """Rotary embedding of the queries and keys of self-attention; None: none."""
-    implementation: str = "auto"
+    implementation: str | Implementation = "auto"
     """Of attention: a name in `ops.attention.IMPLEMENTATIONS`, or auto."""
     residual_dropout: float = 0.0
     attention_dropout: float = 0.0

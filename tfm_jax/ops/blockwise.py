@@ -25,6 +25,10 @@ class Blockwise:
 
     block: int = 512
 
+    def __post_init__(self):
+        if self.block < 1:
+            raise ValueError(f"block is {self.block}: at least 1 is needed")
+
     def refusal(self, request: Request) -> str | None:
         """None: every request is honoured."""
         return None
@@ -36,7 +40,9 @@ class Blockwise:
 
     def run(self, request: Request) -> Float[Array, "B T N E"]:
         """Attention of a checked request."""
-        _, _, T, S = request.shape
+        B, N, T, S = request.shape
+        if S == 0:
+            return jnp.zeros((B, T, N, request.value.shape[3]), request.value.dtype)
         rows, columns = _division(T, self.block), _division(S, self.block)
         more_rows, more_columns = rows.padded - T, columns.padded - S
         query, key, value = request.heads_first
@@ -80,7 +86,7 @@ class _Plan:
     def part(self, mask, biases, query, rows: Block, columns: Block) -> "_Part":
         """What masks and biases say of the tile of these queries."""
         biases = tuple(bias.block(rows, columns) for bias in biases)
-        tile = Tile(query, *(mask or AttentionMask()).positions(rows, columns))
+        tile = Tile(query, *(mask or AttentionMask()).positions_for_biases(rows, columns))
         visible = tile_visible(mask, biases, tile, rows, columns, self.shape[1])
         skippable = visible is not None and self.rows.count * self.columns.count > 1
         if visible is not None and self.rows.padded != self.shape[2]:

@@ -136,6 +136,11 @@ class AttentionMask:
         """Positions of the queries and keys of a tile."""
         return _positions(self.query_positions, rows), _positions(self.key_positions, columns)
 
+    def positions_for_biases(self, rows: Block, columns: Block) -> tuple[Int[Array, "#B t"], Int[Array, "#B s"]]:
+        """Positions of a tile as biases see them: those of the first mask of a conjunction that is given any."""
+        first = next((mask for mask in (self, *self.also) if mask.key_positions is not None), self)
+        return first.positions(rows, columns)
+
     def padded(self, more_queries: int, more_keys: int) -> "AttentionMask":
         """The mask of longer axes; what it says of the new rows and columns means nothing."""
         longer = {name: pad_all(getattr(self, name), axes, more_queries, more_keys) for name, axes in _AXES.items()}
@@ -146,8 +151,11 @@ class AttentionMask:
         """The names of the fields that are given, those of `also` included: what is not known must be refused."""
         return self._given.union(*(mask.facts for mask in self.also))
 
-    def check(self, num_queries: int, num_keys: int) -> None:
-        """Raise `ValueError` for half a fact, and for arrays that do not fit so many queries and keys."""
+    def check(self, num_queries: int, num_keys: int, *, batch: int | None = None, num_heads: int | None = None) -> None:
+        """Raise `ValueError` for half a fact, and for arrays that do not fit so many queries and keys, rows and heads.
+
+        None: any number.
+        """
         # not when built: transformations rebuild the mask around what are not arrays
         for name in ("positions", "segment_ids"):
             sides = [f"{side}_{name}" for side in ("query", "key")]
@@ -159,15 +167,18 @@ class AttentionMask:
             raise ValueError("query_global and key_global are exceptions to a window: give window=(left, right)")
         if self.window is not None and any(side is not None and side < 0 for side in self.window):
             raise ValueError(f"window is {self.window}: (left, right) is expected, each at least 0 or None (no bound)")
-        for name, (query_axis, key_axis) in _AXES.items():
+        there_are = f"there are {num_queries} queries and {num_keys} keys" + (f" in {batch} rows" if batch else "")
+        for name, (query_axis, key_axis) in (_AXES | {"prefix_lengths": (None, None)}).items():
             array = getattr(self, name)
-            if array is not None and array.ndim != (rank := 4 if name == "dense" else 2):
+            if array is None:
+                continue
+            if array.ndim != (rank := {"dense": 4, "prefix_lengths": 1}.get(name, 2)):
                 raise ValueError(f"{name} has shape {array.shape}: {rank} axes are expected")
-            for axis, length in ((query_axis, num_queries), (key_axis, num_keys)):
-                if array is not None and axis is not None and array.shape[axis] not in (1, length):
+            heads = (1, num_heads) if name == "dense" else (None, None)
+            for axis, length in ((0, batch), heads, (query_axis, num_queries), (key_axis, num_keys)):
+                if axis is not None and length is not None and array.shape[axis] not in (1, length):
                     raise ValueError(
-                        f"{name} has shape {array.shape}, there are {num_queries} queries and {num_keys} keys: "
-                        f"axis {axis} must have length {length}"
+                        f"{name} has shape {array.shape}, {there_are}: axis {axis} must have length {length}"
                     )
         if self.dense is not None and self.dense.dtype != jnp.bool_:
             raise ValueError(
@@ -175,7 +186,7 @@ class AttentionMask:
                 "an additive mask (0 and -inf) is a bias"
             )
         for mask in self.also:
-            mask.check(num_queries, num_keys)
+            mask.check(num_queries, num_keys, batch=batch, num_heads=num_heads)
 
     @property
     def _given(self):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from tfm_jax.ops.attention import attention_weights, dot_product_attention
+from tfm_jax.ops.attention import Implementation, attention_weights, dot_product_attention
 from tfm_jax.ops.biases import AttentionBias, ShawBias
 from tfm_jax.ops.cache import KeyValue
 from tfm_jax.ops.masks import AttentionMask
@@ -26,7 +26,7 @@ def multi_head_attention(
     bias: Bias = None,
     dropout_rate: float = 0.0,
     dropout_key: Dropout = None,
-    implementation: str = "auto",
+    implementation: str | Implementation = "auto",
 ) -> Float[Array, "B T D"]:
     """Concat(head_1, ..., head_N) W_O with head_n = Attention(Q W_Q, K W_K, V W_V) (Vaswani et al. 2017, 3.2.2).
 
@@ -70,7 +70,7 @@ def attend(
     positions: Positions = None,
     dropout_rate: float = 0.0,
     dropout_key: Dropout = None,
-    implementation: str = "auto",
+    implementation: str | Implementation = "auto",
 ) -> Float[Array, "B T D"]:
     """`multi_head_attention` over keys and values that are projected already; rope turns the queries."""
     with jax.named_scope("attention"):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -56,9 +57,19 @@ def tile_logits(query: Float[Array, "B N T H"], key: Float[Array, "B K S H"], bi
     (B, N, T, H), (_, K, S, _) = query.shape, key.shape
     grouped = query.reshape(B, K, N // K, T, H)
     logits = jnp.einsum("BKGTH,BKSH->BKGTS", grouped, key, preferred_element_type=jnp.float32).reshape(B, N, T, S)
-    for bias in biases:
+    return with_biases(logits, biases, tile)
+
+
+def with_biases(logits: Float[Array, "B N T S"], biases: Biases, tile: Tile) -> Float[Array, "B N T S"]:
+    """The biases applied in order; what one hides (-inf), the next ones do not show again."""
+    hidden = None
+    for i, bias in enumerate(biases):
         logits = bias.logits(logits, tile)
-    return logits
+        if i + 1 < len(biases):
+            minus_infinity = jnp.isneginf(jax.lax.stop_gradient(logits))
+            hidden = minus_infinity if hidden is None else hidden | minus_infinity
+            logits = jnp.where(hidden, 0.0, logits)
+    return logits if hidden is None else jnp.where(hidden, -jnp.inf, logits)
 
 
 def tile_values(weights: Float[Array, "B N T S"], value: Float[Array, "B K S E"], biases: Biases, tile: Tile) -> Array:
