@@ -251,9 +251,18 @@ def as_biases(bias: Any) -> Biases:
     return (DenseBias(bias),)
 
 
+@jax.custom_jvp
 def lookup(table: Float[Array, "R N"], index: Int[Array, "#B T S"]) -> Float[Array, "#B N T S"]:
-    """table[index], heads first. As a product with ones and zeros: the gradient of a gather is a slow scatter."""
-    return jnp.einsum("BTSR,RN->BNTS", _one_hot(index, table.shape[0]), table, precision="highest")
+    """table[index], heads first."""
+    return jnp.moveaxis(jnp.take(table.T, index, axis=1), 0, 1)
+
+
+@lookup.defjvp
+def _lookup_jvp(primals, tangents):
+    # a product with ones and zeros: the gradient that a gather has by itself is a slow scatter
+    (table, index), (change, _) = primals, tangents
+    by_table = jnp.einsum("BTSR,RN->BNTS", _one_hot(index, table.shape[0]), change, precision="highest")
+    return lookup(table, index), by_table
 
 
 def _put(whole, part, axes, rows, columns):

@@ -1,0 +1,145 @@
+"""A benchmark measures what it says, in a size that a test has time for; what the README shows is what was kept."""
+
+import json
+import os
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.benchmarks import attention
+
+RESULTS = Path(__file__).parents[1] / "experiments" / "results"
+TINY = replace(
+    attention.CONFIG,
+    num_heads=2,
+    head_size=8,
+    memory_lengths=(64, 128),
+    reference_memory_limit=64,
+    speed=((1, 64), (1, 128)),
+    blocks=(128,),
+    mechanisms=(1, 64),
+    short_batches=(2,),
+    short_lengths=(64,),
+    rounds=1,
+    matrix_size=32,
+)
+CASE = {"batch", "length", "mechanism", "implementation", "status"}
+TIMES = {"compile_seconds", "median_seconds", "fastest_seconds", "spread_seconds", "floor_seconds"}
+TIMED = CASE | TIMES | {"rounds", "calls", "ratio", "floor_share"}
+
+
+def test_importing_it_does_nothing(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    contents = runpy.run_path(attention.__file__, run_name="attention")
+    assert contents["CONFIG"].json == "runs/attention.json"
+    assert "python experiments/benchmarks/attention.py --json" in contents["__doc__"]
+    assert not os.listdir() and capfd.readouterr() == ("", "")
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """Of a tiny run, on a platform whose fused kernel refuses float32."""
+    path = tmp_path_factory.mktemp("benchmark") / "new" / "attention.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "FUSED", {jax.default_backend(): ("cudnn",)})
+        attention.main(replace(TINY, json=str(path)))
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_the_json_says_where_how_and_what(result):
+    assert result["benchmark"] == "attention" and result["configuration"]["memory_lengths"] == [64, 128]
+    assert set(result["device"]) == {"platform", "kind", "cores", "load_before", "load_after"}
+    assert set(result["versions"]) == {"python", "jax", "jaxlib"}
+    assert result["seconds"] > 0 and result["matrix_flops_per_second"] > 0
+    assert all(set(row) == CASE | {"bytes"} and row["bytes"] > 0 for row in result["memory"])
+    measured = [(row["length"], row["implementation"]) for row in result["memory"]]
+    assert measured == [(64, "blockwise"), (64, "reference"), (128, "blockwise")]
+
+
+def test_every_case_is_timed_or_says_why_not(result):
+    rows = result["speed"] + result["mechanisms"] + result["short"]
+    for row in rows:
+        if row["implementation"] == "cudnn":
+            assert set(row) == CASE and row["status"].startswith("refused: ")
+        else:
+            assert set(row) == TIMED and row["status"] == "measured" and row["rounds"] == 1
+            assert all(row[name] > 0 for name in TIMED - CASE - {"spread_seconds"})
+    names = {length: [r["implementation"] for r in result["speed"] if r["length"] == length] for length in (64, 128)}
+    assert set(names[64]) == {"reference", "jax.nn", "cudnn", "blockwise"}
+    assert set(names[128]) == {"reference", "jax.nn", "cudnn", "blockwise", "blockwise 128"}
+    assert {row["mechanism"] for row in result["mechanisms"]} == set(attention.MECHANISMS)
+    assert all(row["ratio"] == 1.0 for row in result["speed"] if row["implementation"] == "reference")
+
+
+def test_the_floor_counts_visible_scores_alone(result):
+    floor = {r["mechanism"]: r["floor_seconds"] for r in result["mechanisms"] if r["status"] == "measured"}
+    one_score = 12 * 2 * 8 / result["matrix_flops_per_second"]
+    assert floor["none"] == pytest.approx(64 * 64 * one_score)
+    assert floor["causal"] == pytest.approx(64 * 65 / 2 * one_score)
+    assert floor["window"] == pytest.approx((64 * 8 - 28) * one_score)
+    assert floor["segments"] == pytest.approx(4 * 16 * 16 * one_score)
+    assert floor["padding"] == pytest.approx(48 * 48 * one_score)
+
+
+def test_the_tables_show_every_row(result):
+    text = attention.markdown(result)
+    assert "- memory of blockwise, T = 128 / half as long: " in text
+    assert text.count("refused: ") == 3 * 4 + 9 + 2
+    for mechanism in attention.MECHANISMS:
+        assert f"| 1 | 64 | {mechanism} |" in text
+
+
+@pytest.mark.parametrize("mechanism", ["none", "causal"])
+def test_what_is_compared_computes_the_same(mechanism):
+    cases = [attention.Case(3, 17, mechanism, name) for name in ("reference", "jax.nn", "blockwise 5")]
+    reference, *others = [attention.program(case)(*attention.inputs(TINY, case)) for case in cases]
+    for other in others:
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5, rtol=2e-5), reference, other)
+
+
+def test_rounds_end_when_the_time_is_over():
+    cases = [attention.Case(1, 5, "none", "reference")]
+    (row,) = attention.race(replace(TINY, rounds=7, seconds=0.0), cases, 1.0)
+    assert row["rounds"] == 3
+
+
+def test_claims_are_those_of_what_was_measured():
+    memory = [
+        {"length": n, "implementation": name, "bytes": n * factor}
+        for n, name, factor in ((8_192, "blockwise", 1), (16_384, "blockwise", 1), (16_384, "reference", 200))
+    ]
+    speed = [
+        {"batch": batch, "length": length, "mechanism": mask, "implementation": name, "ratio": 0.3}
+        for batch, length, mask, name in (
+            (1, 64, "none", "blockwise"),
+            (1, 512, "causal", "blockwise"),
+            (1, 2_048, "none", "blockwise"),
+            (1, 4_096, "causal", "blockwise"),
+            (8, 2_048, "none", "blockwise"),
+            (1, 2_048, "none", "jax.nn"),
+        )
+    ]
+    claims = attention.claims({"memory": memory, "speed": speed})
+    assert [(claim["limit"], claim["measured"]) for claim in claims] == [
+        (2.2, 2.0),
+        (0.01, 0.005),
+        (1.1, 0.3),
+        (0.75, 0.3),
+        (0.5, 0.3),
+    ]
+
+
+def test_the_readme_shows_the_kept_result_which_keeps_its_promises():
+    kept = json.loads((RESULTS / "attention_cpu.json").read_text(encoding="utf-8"))
+    assert attention.markdown(kept) in (RESULTS / "README.md").read_text(encoding="utf-8")
+    assert (RESULTS / "attention_cpu.png").exists()
+    fields = ("memory_lengths", "speed", "num_heads", "head_size", "dtype")
+    expected = json.loads(json.dumps({name: getattr(attention.CONFIG, name) for name in fields}))
+    assert {name: kept["configuration"][name] for name in fields} == expected
+    assert len(kept["claims"]) == 5 + 1 + 6
+    assert [claim for claim in kept["claims"] if claim["measured"] > claim["limit"]] == []
