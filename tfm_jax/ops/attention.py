@@ -213,7 +213,7 @@ def _request(query, key, value, mask, bias, scale, dropout_rate, dropout_key):
 
 
 # Below so many scores a row and head, one product over all of them beats the loop over blocks (experiments/benchmarks).
-_SHORT = 1024 * 1024
+_SHORT = 512 * 512
 
 
 def _auto(request, platform):
