@@ -491,7 +491,8 @@ CHOICES = [
     ("tpu", structs(2048), {"mask": AttentionMask(query_segment_ids=IDS, key_segment_ids=IDS)}, "splash", ""),
     ("tpu", structs(2048), {"bias": SoftCap(50.0)}, "splash", ""),
     ("tpu", structs(2048), {"bias": alibi(4)}, "blockwise", ""),
-    ("tpu", structs(512), {}, "reference", ""),
+    ("tpu", structs(500), {}, "reference", ""),
+    ("tpu", structs(512), {}, "blockwise", ""),
     ("tpu", structs(1, 2048), {}, "reference", ""),
     ("cpu", structs(2048), {}, "blockwise", ""),
 ]
