@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.benchmarks import attention
+from experiments.benchmarks import attention, decode
 
 RESULTS = Path(__file__).parents[1] / "experiments" / "results"
 TINY = replace(
@@ -143,3 +143,35 @@ def test_the_readme_shows_the_kept_result_which_keeps_its_promises():
     assert {name: kept["configuration"][name] for name in fields} == expected
     assert len(kept["claims"]) == 5 + 1 + 6
     assert [claim for claim in kept["claims"] if claim["measured"] > claim["limit"]] == []
+
+
+TINY_DECODE = replace(
+    decode.CONFIG, sizes=("tiny",), beams=(1, 2), vocab_size=300, sentences=3, source_length=5, new_tokens=4, rounds=1
+)
+
+
+def test_decoding_is_measured_with_its_floor(tmp_path, monkeypatch):
+    small = {"d_model": 16, "num_heads": 2, "d_ff": 8, "num_encoder_layers": 1, "num_decoder_layers": 1}
+    monkeypatch.setitem(decode.SIZES, "tiny", small)
+    decode.main(replace(TINY_DECODE, json=str(tmp_path / "d.json"), matrix_size=16))
+    result = json.loads((tmp_path / "d.json").read_text(encoding="utf-8"))
+    assert [(row["size"], row["beams"]) for row in result["rows"]] == [("tiny", 1), ("tiny", 2)]
+    for row in result["rows"]:
+        assert row["tokens_per_second"] > 0 and row["compile_seconds"] > 0 and 0 < row["share_of_floor"]
+
+
+def test_the_benchmarked_model_writes_as_many_tokens_as_it_may():
+    model, params = decode.random_model("tiny", TINY_DECODE)
+    sources = np.arange(3, 18, dtype=np.int32).reshape(3, 5)
+    search, _ = decode.ours(model, params, sources, 2, TINY_DECODE)
+    tokens = search()
+    assert tokens.shape == (3, 4) and not np.isin(tokens, [decode.EOS, decode.PAD]).any()
+
+
+def test_the_readme_shows_the_kept_result_of_decoding():
+    """At least the speed of CTranslate2 at beam 4 on base, at least 0.85 of it on tiny, and the same outputs."""
+    kept = json.loads((RESULTS / "decode_cpu.json").read_text(encoding="utf-8"))
+    assert decode.markdown(kept) in (RESULTS / "README.md").read_text(encoding="utf-8")
+    ratios = {(row["size"], row["beams"]): row["ratio"] for row in kept["rows"] if "peer" in row}
+    assert ratios["base", 4] >= 1.0 and ratios["tiny", 4] >= 0.85
+    assert all(row["same_outputs"] == 1.0 for row in kept["rows"] if "peer" in row)

@@ -25,6 +25,7 @@ OURS = {
     "data": {"config"},
     "decode": LOW | {"models"},
     "decode.text": LOW | {"models", "data"},
+    "decode.score": LOW | {"models", "data"},
     "hf": {"config", "sharding", "models", "data.tokenizer"},
     "train": BELOW_TRAIN,
     "oracle": ALL | ORACLES,

@@ -8,19 +8,31 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 import tfm_jax
+from tests.decode.test_text import KNOWN, language_model
 from tests.train.killed_run import TRAIN, VALIDATION, tiny_run
 from tfm_jax import __main__ as command_line
 from tfm_jax import equivalence
-from tfm_jax.decode.text import BLANK, Translation, translate
+from tfm_jax.config import Data, Decode, Run, Train
+from tfm_jax.decode.text import BLANK, Output, complete, translate
 from tfm_jax.equivalence_cases import Case
 from tfm_jax.ops.attention import IMPLEMENTATIONS
 from tfm_jax.train import loop
-from tfm_jax.train.run import load
+from tfm_jax.train.checkpoint import save_params
+from tfm_jax.train.run import PARAMETERS, load, open_run
 
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Nearly all the time goes into compiling, and XLA's optimisations double it."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +40,17 @@ def directory(tmp_path_factory):
     """A run that has only begun, so that its outputs are anything."""
     run = tiny_run(tmp_path_factory.mktemp("main") / "run", steps=2)
     return loop.fit(run, train=TRAIN, validation=VALIDATION).directory
+
+
+@pytest.fixture(scope="module", params=[260, 300], ids=["bytes", "bpe"])
+def writer(request, tmp_path_factory):
+    """The run directory of a language model that has learned KNOWN."""
+    model, params, tokenizer = language_model(request.param)
+    directory = tmp_path_factory.mktemp("writer") / "run"
+    decode = Decode(beams=1, max_new_tokens=37)
+    run = Run(model.config, Train(steps=120), str(directory), Data(max_length=model.config.max_length), decode=decode)
+    save_params(open_run(run, tokenizer) / PARAMETERS, params)
+    return directory
 
 
 def process(*arguments, stdin=b""):
@@ -84,7 +107,7 @@ def test_nothing_in_nothing_out(directory, call):
 
 
 def test_a_line_end_that_a_model_writes_is_no_line(directory, call, monkeypatch):
-    rows = [[Translation("a\nb", -1.0, (5, 2), True)], [BLANK]]
+    rows = [[Output("a\nb", -1.0, (5, 2), True)], [BLANK]]
     monkeypatch.setattr(command_line, "translate_lines", lambda *_, **__: rows)
     assert call("translate", "--run", directory, stdin=b"x\n\n") == (0, b"a b\n\n")
 
@@ -103,6 +126,96 @@ def test_beams_replace_those_of_the_run(directory, call, monkeypatch):
     assert asked[0] == tiny_run("").decode
 
 
+def test_n_best_are_n_lines_with_their_scores(directory, call):
+    """B42: each line gives n lines, a blank one blanks."""
+    arguments = ("translate", "--run", directory, "--beams", 3, "--nbest", 3)
+    code, plain = call(*arguments, stdin=b"abc\n\ngfe\n")
+    lines = plain.decode().split("\n")
+    assert code == 0 and lines.pop() == "" and len(lines) == 9 and lines[3:6] == ["", "", ""]
+    scored = call(*arguments, "--scores", stdin=b"abc\n\ngfe\n")[1].decode().split("\n")[:-1]
+    assert scored[3:6] == ["", "", ""]
+    scores, texts = zip(*[line.split("\t", 1) for line in scored[:3] + scored[6:]], strict=True)
+    assert [*texts] == lines[:3] + lines[6:]
+    found = translate(*load(directory), ["abc", "gfe"], decode=Decode(beams=3, nbest=3, max_new_tokens=13))
+    assert [*scores] == [f"{output.score:.5f}" for outputs in found for output in outputs]
+
+
+def test_hypotheses_that_are_missing_are_empty_lines(directory, call, monkeypatch):
+    rows = [[Output("a", -1.0, (5, 2), True)], [BLANK], [Output("", -0.25, (2,), True), Output("b", -2.5, (6,), False)]]
+    monkeypatch.setattr(command_line, "translate_lines", lambda *_, **__: rows)
+    code, out = call("translate", "--run", directory, "--nbest", 2, "--scores", stdin=b"x\n\ny\n")
+    assert (code, out) == (0, b"-1.00000\ta\n\n\n\n-0.25000\t\n-2.50000\tb\n")
+
+
+def test_generate_continues_what_the_model_knows(writer, call):
+    for known, prompt in zip(KNOWN, ("the cat", "été à"), strict=True):
+        code, out = call("generate", "--run", writer, "--prompt", prompt)
+        assert code == 0 and prompt + out.decode() == known + "\n"
+
+
+def test_generate_draws_as_it_is_told(writer, call):
+    """The same as by the Python API; two seeds draw different texts."""
+    flags = "--temperature 1.5 --top-k 40 --top-p 0.99 --min-p 0.001 --seed 5 --max-new-tokens 11".split()
+    flags += "--repetition-penalty 1.1 --no-repeat-ngram 2".split()
+    code, out = call("generate", "--run", writer, "--prompt", "the", *flags)
+    sampling = tfm_jax.Sampling(temperature=1.5, top_k=40, top_p=0.99, min_p=0.001, seed=5)
+    decode = Decode(max_new_tokens=11, repetition_penalty=1.1, no_repeat_ngram=2)
+    ((output,),) = complete(*load(writer), ["the"], decode=decode, sampling=sampling)
+    assert code == 0 and out.decode() == output.text + "\n"
+    assert call("generate", "--run", writer, "--prompt", "the", *flags, "--seed", 6)[1] != out
+
+
+def test_generate_writes_as_it_goes(writer, monkeypatch):
+    """Each piece is flushed before the next one is asked for."""
+    seen = []
+
+    class Out:
+        buffer = property(lambda self: self)
+        write = staticmethod(seen.append)
+        flush = staticmethod(lambda: seen.append("flushed"))
+
+    def two(*_, **__):
+        yield "日"
+        assert seen == ["日".encode(), "flushed"]
+        yield "b"
+
+    monkeypatch.setattr(command_line, "stream_text", two)
+    monkeypatch.setattr(sys, "stdout", Out())
+    command_line.generate(str(writer), "a")
+    assert seen[2:4] == [b"b", "flushed"]
+
+
+def test_generate_is_a_command(writer):
+    done = process("generate", "--run", writer, "--prompt", "été à")
+    assert done.returncode == 0 and done.stderr == b"", done.stderr.decode()
+    assert done.stdout.decode() == KNOWN[1].removeprefix("été à") + "\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--top-k", "0"], "top_k is 0"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--top-p", "0.5"], "at temperature 0 nothing is"),
+        (["--repetition-penalty", "0"], "decode.repetition_penalty is 0.0"),
+        (["--max-new-tokens", "0"], "decode.max_new_tokens is 0"),
+        (["--max-new-tokens", "66"], "max_new_tokens 66 are"),
+    ],
+)
+def test_what_generate_cannot_do_is_said_in_a_line(writer, call, arguments, said):
+    code, out = call("generate", "--run", writer, "--prompt", "the cat", *arguments)
+    assert code.startswith("error: ") and said in code and "\n" not in code
+    assert out == b""
+
+
+def test_a_run_of_the_other_kind_names_the_command_for_it(writer, directory, call):
+    code, out = call("translate", "--run", writer, stdin=b"the cat\n")
+    assert code.startswith("error: ") and "generate" in code and out == b""
+    code, out = call("generate", "--run", directory, "--prompt", "abc")
+    assert code.startswith("error: ") and "translate" in code and out == b""
+
+
 def test_evaluate_prints_scores_as_json(directory, call, tmp_path):
     (tmp_path / "in").write_text("abc\ngfe\n\n", encoding="utf-8")
     (tmp_path / "out").write_text("cba\nefg\n\n", encoding="utf-8")
@@ -117,6 +230,8 @@ def test_evaluate_prints_scores_as_json(directory, call, tmp_path):
     "arguments, stdin, said",
     [
         (["--beams", "0"], b"abc\n", "decode.beams is 0"),
+        (["--nbest", "0"], b"abc\n", "decode.nbest is 0"),
+        (["--nbest", "3"], b"abc\n", "decode.nbest is 3, more than decode.beams, 2"),
         ([], b"abc\n\xff\n", "stdin:2: "),
         ([], b"abc\n" + b"a" * 99 + b"\n", "stdin:2: the line has 101 tokens"),
     ],

@@ -8,14 +8,23 @@ import importlib
 __version__ = "0.1.0"
 
 _HOME = {
+    "GPT": "tfm_jax.models.gpt",
+    "GPTConfig": "tfm_jax.models.gpt",
     "Model": "tfm_jax.models",
     "Run": "tfm_jax.config",
+    "Sampling": "tfm_jax.decode.sampling",
     "Transformer": "tfm_jax.models.transformer",
     "TransformerConfig": "tfm_jax.models.transformer",
     "build": "tfm_jax.models",
+    "complete": "tfm_jax.decode.text",
     "dot_product_attention": "tfm_jax.ops",
     "fit": "tfm_jax.train.loop",
+    "gpt2_small": "tfm_jax.models.gpt",
     "load": "tfm_jax.train.run",
+    "log_likelihood": "tfm_jax.decode.score",
+    "perplexity": "tfm_jax.decode.score",
+    "score_targets": "tfm_jax.decode.score",
+    "stream": "tfm_jax.decode.text",
     "transformer_base": "tfm_jax.models.transformer",
     "transformer_big": "tfm_jax.models.transformer",
     "transformer_tiny": "tfm_jax.models.transformer",

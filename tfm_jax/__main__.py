@@ -1,15 +1,18 @@
-"""The command line: `python -m tfm_jax translate --run DIR < in > out`, `python -m tfm_jax evaluate --run DIR ...`."""
+"""The command line: `python -m tfm_jax translate --run DIR < in > out`, `python -m tfm_jax generate --run DIR ...`."""
 
-import dataclasses
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
+from tfm_jax.config import Decode
 from tfm_jax.data.sources import read_parallel, split_lines
-from tfm_jax.decode.text import one_line
+from tfm_jax.decode.sampling import GREEDY, Sampling
+from tfm_jax.decode.text import BLANK, one_line
+from tfm_jax.decode.text import stream as stream_text
 from tfm_jax.decode.text import translate as translate_lines
 from tfm_jax.equivalence import compact, mismatches, save, table
 from tfm_jax.train.checkpoint import DamagedCheckpoint
@@ -18,20 +21,53 @@ from tfm_jax.train.report import LineCounter
 from tfm_jax.train.run import load, read_config
 
 
-def translate(run: str, beams: int | None = None) -> None:
+def translate(run: str, beams: int | None = None, nbest: int | None = None, *, scores: bool = False) -> None:
     """Translate stdin to stdout: n lines in, n lines out, in order, blank lines blank.
 
     Args:
         run: Directory of the run that trained the model.
         beams: Hypotheses kept at each step, 1 is greedy search. None: as the run's configuration says.
+        nbest: So many lines for each line, the best translation first, empty where there are not so many. None: as the
+            run's configuration says.
+        scores: Put the score of a translation and a tab before it: log p / penalty ** length_penalty.
     """
-    decode = _decode(run, beams)
+    decode = _decode(run, beams=beams, nbest=nbest)
     model, params, tokenizer = load(run)
     lines = split_lines(sys.stdin.buffer.read(), "stdin")
     with LineCounter("translating", len(lines)) as counter:
         found = translate_lines(model, params, tokenizer, lines, decode=decode, name="stdin", progress=counter.update)
-    for best, *_ in found:
-        sys.stdout.buffer.write(one_line(best.text).encode() + b"\n")
+    for outputs in found:
+        for output in [*outputs, *[BLANK] * (decode.nbest - len(outputs))]:
+            score = f"{output.score:.5f}\t" if scores and output != BLANK else ""
+            sys.stdout.buffer.write(f"{score}{one_line(output.text)}\n".encode())
+
+
+def generate(
+    run: str,
+    prompt: str,
+    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = GREEDY,
+    max_new_tokens: int | None = None,
+    repetition_penalty: float | None = None,
+    no_repeat_ngram: int | None = None,
+) -> None:
+    """Continue a text: what a decoder-only model writes after the prompt goes to stdout as it is written.
+
+    Args:
+        run: Directory of the run that trained the model.
+        prompt: The text to continue.
+        sampling: How a token is drawn.
+        max_new_tokens: Longest text, its end included. None: as the run's configuration says. Unit: tokens.
+        repetition_penalty: Above 1, tokens that occurred already are less likely. None: as the configuration says.
+        no_repeat_ngram: No sequence of so many tokens occurs twice. None: as the configuration says. Unit: tokens.
+    """
+    if sampling.temperature == 0 and replace(sampling, seed=0) != GREEDY:
+        raise ValueError("top-k, top-p and min-p say what may be drawn, but at temperature 0 nothing is: raise it")
+    limits = {"repetition_penalty": repetition_penalty, "no_repeat_ngram": no_repeat_ngram}
+    decode = _decode(run, max_new_tokens=max_new_tokens, **limits)
+    for piece in stream_text(*load(run), prompt, decode=decode, sampling=sampling):
+        sys.stdout.buffer.write(piece.encode())
+        sys.stdout.buffer.flush()
+    sys.stdout.buffer.write(b"\n")
 
 
 def evaluate(run: str, source: str, target: str, beams: int | None = None) -> None:
@@ -43,7 +79,7 @@ def evaluate(run: str, source: str, target: str, beams: int | None = None) -> No
         target: File with the translation of each line.
         beams: Hypotheses kept at each step, 1 is greedy search. None: as the run's configuration says.
     """
-    decode, text = _decode(run, beams), read_parallel(source, target)
+    decode, text = _decode(run, beams=beams), read_parallel(source, target)
     model, params, tokenizer = load(run)
     scores, _ = evaluate_translation(model, params, tokenizer, text, decode=decode)
     print(json.dumps(scores | {"examples": len(text)}, indent=2, ensure_ascii=False))
@@ -67,12 +103,13 @@ def equivalence(json: str | None = None, full: bool = True, dtype: Literal["floa
         raise SystemExit(1)
 
 
-def _decode(run: str, beams: int | None):
-    decode = read_config(run).decode
-    return decode if beams is None else dataclasses.replace(decode, beams=beams)
+def _decode(run: str, **changes: int | float | None) -> Decode:
+    """As the run's configuration says, but for what is not None."""
+    given = {name: value for name, value in changes.items() if value is not None}
+    return replace(read_config(run).decode, **given)
 
 
-COMMANDS = {"translate": translate, "evaluate": evaluate, "equivalence": equivalence}
+COMMANDS = {"translate": translate, "generate": generate, "evaluate": evaluate, "equivalence": equivalence}
 
 
 def main() -> None:

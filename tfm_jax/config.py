@@ -174,22 +174,40 @@ class Decode:
 
     beams: int = 5
     """Hypotheses kept at each step; 1 is greedy search."""
+    nbest: int = 1
+    """How many of them are given back, best first; at most beams."""
     length_penalty: float = 1.0
-    """alpha in score = log p / length ** alpha, the length counted with the end of text; 0 compares plain log p."""
+    """alpha in score = log p / penalty ** alpha; 0 compares plain log p."""
+    normalization: Literal["fairseq", "transformers", "gnmt", "t2t"] = "fairseq"
+    """The penalty: the length, end of text included (fairseq, transformers), or (5 + length) / 6 (gnmt, t2t)."""
     early_stopping: bool = True
     """True: a sentence is done once `beams` hypotheses have ended. False: once no live hypothesis can beat them."""
     max_new_tokens: int = 200
     """Longest output, end-of-text included. Unit: tokens."""
+    min_new_tokens: int = 0
+    """Shortest output, end-of-text not counted. Unit: tokens."""
+    repetition_penalty: float = 1.0
+    """Scores of tokens that occurred already (what is continued included, a source not) are divided by it where
+    positive, else multiplied (Keskar et al. 2019); 1 changes nothing."""
+    no_repeat_ngram: int = 0
+    """No sequence of so many tokens is written twice; 0: any may be. Unit: tokens."""
     tokens_per_batch: int = 4096
-    """Budget of a decoding batch: beams x rows x padded source length. Unit: tokens."""
+    """Budget of a decoding batch: beams x rows x padded length of what is read. Unit: tokens."""
     bleu_tokenizer: Literal["13a", "none", "intl", "char", "zh"] = "13a"
     """sacreBLEU's tokenisation of hypotheses and references; none where the text is tokenised already."""
     lowercase: bool = False
     """Score without regard to case."""
 
     def __post_init__(self):
-        for name in ("beams", "max_new_tokens", "tokens_per_batch"):
-            require(getattr(self, name) >= 1, f"decode.{name} is {getattr(self, name)}: at least 1 is needed")
+        least = {"beams": 1, "nbest": 1, "max_new_tokens": 1, "tokens_per_batch": 1}
+        for name, low in (least | {"min_new_tokens": 0, "no_repeat_ngram": 0}).items():
+            value = getattr(self, name)
+            require(value >= low, f"decode.{name} is {value}: at least {low} is needed")
+        for small, large in (("nbest", "beams"), ("min_new_tokens", "max_new_tokens")):
+            one, other = getattr(self, small), getattr(self, large)
+            require(one <= other, f"decode.{small} is {one}, more than decode.{large}, {other}: give at most as much")
+        penalty = self.repetition_penalty
+        require(0 < penalty < math.inf, f"decode.repetition_penalty is {penalty}: a positive finite number is needed")
         alpha = self.length_penalty
         require(math.isfinite(alpha), f"decode.length_penalty is {alpha}: a finite number is expected")
 

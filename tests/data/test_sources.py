@@ -35,7 +35,7 @@ def written(folder, data, name="text"):
 def test_only_newlines_end_lines(tmp_path, data, lines):
     """B42: empty lines and lines of one space stay, so that the two sides of a corpus stay aligned."""
     assert read_lines(written(tmp_path, data)) == lines
-    assert read_lines(str(written(tmp_path, gzip.compress(data), "text.gz"))) == lines
+    assert read_lines(str(written(tmp_path, gzip.compress(data, mtime=0), "text.gz"))) == lines
 
 
 @SAME_FOLDER
@@ -47,9 +47,9 @@ def test_lines_come_back_as_written(tmp_path, lines):
 
 def test_gzip_is_known_by_content_and_read_to_the_end(tmp_path):
     """B42: several members, a gzip file without its ending in the name, one compressed twice."""
-    members = gzip.compress(b"a\nb") + gzip.compress(b"c\n") + gzip.compress(b"d\n")
+    members = gzip.compress(b"a\nb", mtime=0) + gzip.compress(b"c\n", mtime=0) + gzip.compress(b"d\n", mtime=0)
     assert read_lines(written(tmp_path, members, "plain")) == ["a", "bc", "d"]
-    assert read_lines(written(tmp_path, gzip.compress(members), "x.gz.gz")) == ["a", "bc", "d"]
+    assert read_lines(written(tmp_path, gzip.compress(members, mtime=0), "x.gz.gz")) == ["a", "bc", "d"]
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,13 @@ def test_gzip_is_known_by_content_and_read_to_the_end(tmp_path):
         ("page.gz", b"<!DOCTYPE html>", "page.gz is named .gz but is no gzip file, it begins with b'<!DOCTYPE html>'"),
         ("pointer.gz", b"version https://git-lfs.github.com/spec/v1", "Git LFS pointer; fetch the file again"),
         ("empty.gz", b"", "empty.gz is named .gz but is no gzip file"),
-        ("cut.gz", gzip.compress(b"some text\n" * 97)[:-13], "cut.gz is cut short"),
-        ("header.gz", gzip.compress(b"some text\n")[:5], "header.gz is cut short"),
-        ("second.gz", gzip.compress(b"a\n") + gzip.compress(b"b\n")[:11], "second.gz is cut short"),
-        ("tail.gz", gzip.compress(b"a\n") + b"garbage", "tail.gz is damaged gzip data"),
-        ("flipped.gz", gzip.compress(b"a\n")[:-8] + bytes(8), "flipped.gz is damaged gzip data"),
+        ("cut.gz", gzip.compress(b"some text\n" * 97, mtime=0)[:-13], "cut.gz is cut short"),
+        ("header.gz", gzip.compress(b"some text\n", mtime=0)[:5], "header.gz is cut short"),
+        ("second.gz", gzip.compress(b"a\n", mtime=0) + gzip.compress(b"b\n", mtime=0)[:11], "second.gz is cut short"),
+        ("tail.gz", gzip.compress(b"a\n", mtime=0) + b"garbage", "tail.gz is damaged gzip data"),
+        ("flipped.gz", gzip.compress(b"a\n", mtime=0)[:-8] + bytes(8), "flipped.gz is damaged gzip data"),
         ("latin", "one\ntwo\nna\u00efve\n".encode("latin-1"), "latin:3: byte 3 of the line, 0xef, is not UTF-8"),
-        ("latin.gz", gzip.compress(b"\xff"), r"latin.gz:1: byte 1 of the line, 0xff, is not UTF-8: .*iconv"),
+        ("latin.gz", gzip.compress(b"\xff", mtime=0), r"latin.gz:1: byte 1 of the line, 0xff, is not UTF-8: .*iconv"),
     ],
 )
 def test_broken_files_are_named(tmp_path, name, data, message):
@@ -80,7 +80,7 @@ def test_missing_file(tmp_path):
 
 def test_parallel_files(tmp_path):
     """B42: sides of unequal length are refused, with both names and counts."""
-    one, two = written(tmp_path, b"a\n\nc\n", "one"), written(tmp_path, gzip.compress(b"x\ny\nz"), "two")
+    one, two = written(tmp_path, b"a\n\nc\n", "one"), written(tmp_path, gzip.compress(b"x\ny\nz", mtime=0), "two")
     text = read_parallel(one, two)
     assert text == ParallelText(["a", "", "c"], ["x", "y", "z"], str(one), str(two))
     assert len(text) == 3

@@ -17,13 +17,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfm_jax.decode.beam import BeamSettings, Hypotheses, beam_search
+from tfm_jax.decode.constraints import Constraints, History
 
 ALPHAS = [-1.0, 0.0, 0.6, 1.0, 2.0]
 EOS, BOS = 0, 1
 
 
-def settings(beams, length, alpha=0.0, *, early_stopping=False, eos_id=EOS, pad_id=0):
-    return BeamSettings(beams, length, alpha, early_stopping, eos_id, pad_id)
+PENALTIES = {
+    "fairseq": lambda length: length,
+    "transformers": lambda length: length,
+    "gnmt": lambda length: (5 + length) / 6,
+    "t2t": lambda length: (5 + length) / 6,
+}
+
+
+def settings(beams, length, alpha=0.0, *, early_stopping=False, eos_ids=(EOS,), pad_id=0, **others):
+    return BeamSettings(beams, length, alpha, early_stopping, eos_ids, pad_id, **others)
+
+
+def score(log_p, length, config):
+    return log_p / PENALTIES[config.normalization](length) ** config.length_penalty
 
 
 def log_softmax(x):
@@ -117,30 +130,30 @@ class Walk:
 def exhaustive(walk, config):
     """Every hypothesis with its score, best first: all that end, and all that are cut."""
     V, T = walk.table.shape[1], config.max_new_tokens
-    words = [t for t in range(V) if t != config.eos_id]
-    ended = [(*body, config.eos_id) for n in range(T) for body in itertools.product(words, repeat=n)]
+    words = [t for t in range(V) if t not in config.eos_ids]
+    bodies = [body for n in range(T) for body in itertools.product(words, repeat=n)]
+    ended = [(*body, end) for body in bodies for end in config.eos_ids]
     cut = list(itertools.product(words, repeat=T))
-    scored = [
-        (s, log_p / len(s) ** config.length_penalty, log_p)
-        for s in ended + cut
-        if (log_p := walk.log_prob(s)) > -np.inf
-    ]
-    return [(*h, h[0][-1] == config.eos_id) for h in sorted(scored, key=lambda h: -h[1])]
+    scored = [(s, score(log_p, len(s), config), log_p) for s in ended + cut if (log_p := walk.log_prob(s)) > -np.inf]
+    return [(*h, h[0][-1] in config.eos_ids) for h in sorted(scored, key=lambda h: -h[1])]
 
 
 def plain_beam_search(walk, config, *, stop):
-    """Textbook beam search on lists. stop: "full" (W have ended) or "never"."""
-    W, alpha = config.beams, config.length_penalty
+    """Textbook beam search on lists. stop: "full" (W have ended) or "never".
+
+    So many extensions are looked at that W stay live, whatever ends.
+    """
+    W, ends = config.beams, config.eos_ids
     live, pool = [((), 0.0)], []
 
     def entry(sequence, log_p, ended):
-        return sequence, log_p / len(sequence) ** alpha, log_p, ended
+        return sequence, score(log_p, len(sequence), config), log_p, ended
 
     for _ in range(config.max_new_tokens):
         candidates = [((*s, v), log_p + float(q)) for s, log_p in live for v, q in enumerate(walk(s)) if q > -np.inf]
-        candidates = sorted(candidates, key=lambda c: -c[1])[: 2 * W if W > 1 else 1]
-        pool += [entry(s, log_p, True) for s, log_p in candidates[:W] if s[-1] == config.eos_id]
-        live = [c for c in candidates if c[0][-1] != config.eos_id][:W]
+        candidates = sorted(candidates, key=lambda c: -c[1])[: (1 + len(ends)) * W if W > 1 else 1]
+        pool += [entry(s, log_p, True) for s, log_p in candidates[:W] if s[-1] in ends]
+        live = [c for c in candidates if c[0][-1] not in ends][:W]
         if stop == "full" and len(pool) >= W:
             live = []
             break
@@ -158,13 +171,13 @@ def assert_well_formed(result, config, walks):
     for row, walk in enumerate(walks):
         hypotheses = listed(result, row)
         assert len({h[0] for h in hypotheses}) == len(hypotheses)
-        for w, (sequence, score, log_p, ended) in enumerate(hypotheses):
-            assert config.eos_id not in sequence[:-1]
-            assert ended == (sequence[-1] == config.eos_id)
+        for w, (sequence, found, log_p, ended) in enumerate(hypotheses):
+            assert not set(config.eos_ids) & set(sequence[:-1])
+            assert ended == (sequence[-1] in config.eos_ids)
             assert ended or len(sequence) == config.max_new_tokens
             assert (result.tokens[row, w, len(sequence) :] == config.pad_id).all()
             np.testing.assert_allclose(log_p, walk.log_prob(sequence), rtol=1e-5, atol=1e-6)
-            np.testing.assert_allclose(score, log_p / len(sequence) ** config.length_penalty, rtol=1e-6)
+            np.testing.assert_allclose(found, score(log_p, len(sequence), config), rtol=1e-6)
         empty = slice(len(hypotheses), None)
         assert (result.tokens[row, empty] == config.pad_id).all()
         assert (result.scores[row, empty] == -np.inf).all() and (result.log_probs[row, empty] == -np.inf).all()
@@ -186,9 +199,9 @@ def test_golden_toy_model(alpha, beams):
     config = settings(beams, 4, alpha)
     result = run(golden_table(), config)
     expected = ((0,), -0.6539) if alpha <= 0 else ((1, 1, 0), -0.7953)
-    sequence, score, log_p, ended = listed(result, 0)[0]
+    sequence, found, log_p, ended = listed(result, 0)[0]
     assert (sequence, round(log_p, 4), ended) == (*expected, True)
-    assert score == pytest.approx(
+    assert found == pytest.approx(
         {-1.0: -0.6539, 0.0: -0.6539, 0.6: -0.4114, 1.0: -0.2651, 2.0: -0.0884}[alpha], abs=1e-4
     )
     walk = Walk(golden_table()[0], "tree")
@@ -197,10 +210,11 @@ def test_golden_toy_model(alpha, beams):
         assert_same(listed(result, 0), exhaustive(walk, config)[:beams])
 
 
+@pytest.mark.parametrize("normalization", PENALTIES)
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_as_many_beams_as_prefixes_find_every_hypothesis(alpha):
+def test_as_many_beams_as_prefixes_find_every_hypothesis(alpha, normalization):
     """B29, B31, I19: V = 3 and beams of V ** L = 27: each of the 15 hypotheses once, in order, the rest empty."""
-    config = settings(27, 3, alpha, pad_id=2)
+    config = settings(27, 3, alpha, pad_id=2, normalization=normalization)
     tables = random_tables(0, (5, tree_size(3, 3), 3))
     result = run(tables, config)
     walks = [Walk(table, "tree") for table in tables]
@@ -216,6 +230,39 @@ def test_more_beams_than_prefixes_change_nothing_and_fewer_find_nothing_better()
     best = {beams: run(tables, settings(beams, 3, 0.6)).scores[:, 0] for beams in (1, 2, 27, 31)}
     np.testing.assert_array_equal(best[31], best[27])
     assert (best[2] <= best[27]).all() and (best[1] <= best[27]).all() and (best[1] < best[27]).any()
+
+
+@pytest.mark.parametrize("alpha", [-1.0, 2.0])
+def test_the_bound_is_safe_under_the_other_penalty(alpha):
+    """B29: (5 + length) / 6 grows more slowly than the length."""
+    config = settings(3, 5, alpha, normalization="gnmt")
+    tables = random_tables(11, (7, tree_size(3, 5), 3))
+    result = run(tables, config)
+    for row, table in enumerate(tables):
+        assert_same(listed(result, row), plain_beam_search(Walk(table, "tree"), config, stop="never"))
+
+
+def test_golden_scores_of_the_other_penalty():
+    """B29: -0.7953 at 3 tokens: -0.5965 by (5 + 3) / 6."""
+    config = settings(16, 4, 1.0, normalization="gnmt")
+    assert listed(run(golden_table(), config), 0)[0][1] == pytest.approx(-0.5965, abs=1e-4)
+
+
+@pytest.mark.parametrize("beams", [1, 2, 64])
+def test_several_tokens_may_end_a_hypothesis(beams):
+    """Among few tokens, where those that end are often all of the best: still as many stay live as there are beams."""
+    config = settings(beams, 4, 2.0, eos_ids=(0, 2))
+    tables = random_tables(12, (11, tree_size(4, 4), 4))
+    tables[..., [0, 2]] += 1.5
+    tables = log_softmax(tables)
+    result = run(tables, config)
+    walks = [Walk(table, "tree") for table in tables]
+    for row, walk in enumerate(walks):
+        assert_same(listed(result, row), plain_beam_search(walk, config, stop="never"))
+        if beams == 64:
+            assert_same(listed(result, row), exhaustive(walk, config)[:beams])
+    assert_well_formed(result, config, walks)
+    assert {h[0][-1] for row in range(11) for h in listed(result, row) if h[3]} == {0, 2}
 
 
 TREE = (7, tree_size(3, 5), 3)
@@ -373,6 +420,80 @@ def test_a_cache_gives_what_recomputing_everything_gives():
         np.testing.assert_array_equal(found, expected)
 
 
+def test_a_state_may_change_its_shape_between_stages():
+    """It has room for the steps that come, is prepared once before each stage, and the result is that of one stage."""
+    tables, config, first = (
+        jnp.asarray(ring_tables(), jnp.float32),
+        settings(3, 11, 0.6, pad_id=4),
+        jnp.full(7, BOS, jnp.int32),
+    )
+    step, prepared = device_step(tables, "ring"), []
+
+    def writing(tokens, state, position):
+        logits, inner = step(tokens, {name: state[name] for name in ("model", "node")}, position)
+        written = state["written"].at[:, position].set(tokens, mode="promise_in_bounds")
+        past = (jnp.arange(written.shape[1], dtype=jnp.int32) <= position)[None]
+        full = jnp.where(past, written >= 0, True).all(axis=1)  # NaN as soon as a column is lost
+        return jnp.where(full[:, None], logits, jnp.nan), inner | {"written": written}
+
+    def room(columns, state):
+        prepared.append(columns)
+        more = columns - state["written"].shape[1]
+        return state | {"written": jnp.pad(state["written"], ((0, 0), (0, more)), constant_values=-1)}
+
+    @jax.jit
+    def search(stages=(4, 7, 11)):
+        state = initial_state(range(7), 3) | {"written": jnp.zeros((21, 0), jnp.int32)}
+        stages = [(end, functools.partial(room, end)) for end in stages]
+        return beam_search(writing, state, first, take_rows=take_rows, settings=config, stages=stages)
+
+    found = search()
+    assert prepared == [4, 7, 11]
+    for one, other in zip(found, run(tables, config, "ring"), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+class Constrained(Walk):
+    """The rule of plain Python: no pair of tokens twice, what was read before included, and no end before 2 tokens."""
+
+    def __init__(self, table, kind, read):
+        super().__init__(table, kind)
+        self.read = tuple(read)
+
+    def __call__(self, prefix):
+        row, text = super().__call__(prefix).copy(), (*self.read, *prefix)
+        pairs = set(itertools.pairwise(text))
+        row[[v for v in range(len(row)) if text and (text[-1], v) in pairs]] = -np.inf
+        if len(prefix) < 2:
+            row[EOS] = -np.inf
+        return row
+
+
+@pytest.mark.parametrize("beams", [3, 7])
+def test_constraints_see_what_was_read_before(beams):
+    """Log-probs are not normalised again, as in transformers; rows have read texts of different lengths, or nothing."""
+    rule = Constraints(no_repeat_ngram=2, min_new_tokens=2)
+    config, tables = settings(beams, 5, 0.6, constraints=rule), random_tables(13, (7, tree_size(4, 5), 4))
+    texts = [[1, 2, 1], [3], [2, 2, 3, 3, 1, 1], [1, 3, 1, 2], [2, 1, 2, 3, 2], [3, 2, 1], [1, 1]]
+    tokens = jnp.asarray([text + [1] * (6 - len(text)) for text in texts], jnp.int32)
+
+    @functools.partial(jax.jit, static_argnames="config")
+    def search(lengths, config):
+        step = device_step(jnp.asarray(tables, jnp.float32), "tree")
+        state, first = initial_state(range(7), config.beams), jnp.full(7, BOS, jnp.int32)
+        history = History(tokens, lengths)
+        return beam_search(step, state, first, take_rows=take_rows, settings=config, history=history)
+
+    lengths = jnp.asarray([len(text) for text in texts], jnp.int32)
+    for read, sizes in ((texts, lengths), ([[]] * 7, lengths * 0)):
+        result = jax.tree.map(np.asarray, search(sizes, config))
+        for row, table in enumerate(tables):
+            walk = Constrained(table, "tree", read[row])
+            assert_same(listed(result, row), plain_beam_search(walk, config, stop="never"))
+    free = run(tables, settings(beams, 5, 0.6))
+    assert (free.tokens != result.tokens).any()
+
+
 def test_first_tokens_reach_the_step():
     """The first call of step gets each row's own token, once a beam, and position 0."""
 
@@ -444,17 +565,27 @@ def test_nan_is_reported_and_stays_in_its_row(bad):
         ({"beams": 2.0}, "beams is 2.0"),
         ({"beams": True}, "beams is True"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"eos_id": -1}, "eos_id is -1"),
+        ({"eos_ids": (-1,)}, r"eos_ids is \(-1,\)"),
         ({"pad_id": None}, "pad_id is None"),
         ({"length_penalty": math.nan}, "length_penalty is nan"),
         ({"length_penalty": "1"}, "length_penalty is '1'"),
         ({"length_penalty": -40.0}, "leaves float32"),
         ({"early_stopping": "never"}, "early_stopping is 'never'"),
+        ({"normalization": "marian"}, "normalization is .marian."),
+        ({"eos_ids": ()}, r"eos_ids is \(\)"),
     ],
 )
 def test_settings_without_meaning_are_refused(change, message):
     """I34: when built, saying which value came."""
-    valid = dict(beams=2, max_new_tokens=11, length_penalty=1.0, early_stopping=True, eos_id=0, pad_id=0)
+    valid = dict(
+        beams=2,
+        max_new_tokens=11,
+        length_penalty=1.0,
+        early_stopping=True,
+        eos_ids=(0,),
+        pad_id=0,
+        normalization="fairseq",
+    )
     assert hash(BeamSettings(**valid)) == hash(BeamSettings(**valid))
     with pytest.raises(ValueError, match=message):
         # Not by the constructor: there the type checker of the tests would answer first.
@@ -466,7 +597,7 @@ def test_settings_without_meaning_are_refused(change, message):
     [
         ((2, 3), settings(2, 3), r"logits of shape \(2, 3\): \(4, V\)"),
         ((4, 1, 3), settings(2, 3), r"logits of shape \(4, 1, 3\)"),
-        ((4, 3), settings(2, 3, eos_id=3), "eos_id is 3 but step gives logits for 3 tokens"),
+        ((4, 3), settings(2, 3, eos_ids=(3,)), r"eos_ids is \(3,\), but step gives logits for 3 tokens"),
     ],
 )
 def test_a_step_that_does_not_fit_is_refused(shape, config, message):

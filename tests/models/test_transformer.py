@@ -360,8 +360,10 @@ def test_the_cache_keeps_the_projections_of_the_encoder():
     encoded, segments = jnp.zeros((3, 6, D)), lengths_to_segments([6, 2, 4], 6)
     with jax.disable_jit():
         cache = model.init_cache(params, 3, 11, encoded=encoded, encoded_segment_ids=4 * segments)
-    assert cache.keys_values.key.shape == (2, 3, 11, N, H) and cache.keys_values.value.shape == (2, 3, 11, N, E)
-    assert cache.cross.key.shape == (2, 3, 6, N, H) and cache.cross.value.shape == (2, 3, 6, N, E)
+    assert len(cache.layers) == len(cache.cross) == 2
+    for own, cross in zip(cache.layers, cache.cross, strict=True):
+        assert own.key.shape == (3, N, H, 11) and own.value.shape == (3, N, 11, E)
+        assert cross.key.shape == (3, N, H, 6) and cross.value.shape == (3, N, 6, E)
     assert (cache.positions == -1).all() and cache.length == 0
     np.testing.assert_array_equal(cache.cross_segment_ids, segments)
 

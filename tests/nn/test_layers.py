@@ -205,9 +205,8 @@ def test_a_decoder_is_its_blocks_one_after_another():
     output, found, projected, (own, other) = stack(x, encoded)
     np.testing.assert_allclose(output, states[-1], **FLOAT32)
     np.testing.assert_allclose(found, states, **FLOAT32)
-    for layer in range(L):
-        for one, whole in zip(cross[layer], projected, strict=True):
-            np.testing.assert_allclose(whole[layer], one, **FLOAT32)
+    for one, stored in zip(cross, projected, strict=True):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **FLOAT32), stored.projected, one)
     assert own.shape == (B, N, T, T) and other.shape == (B, N, T, S)
     np.testing.assert_array_equal(np.asarray(own) > 0, np.broadcast_to(np.tril(np.ones((T, T), bool)), own.shape))
     assert not np.asarray(other)[1, ..., 3:].any() and (np.asarray(other)[0] > 0).all()

@@ -84,7 +84,7 @@ def test_all_layers_of_a_stack_share_one_bias():
         y = x
         for i in range(L):
             layer, bias = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]), T5Bias(table, max_distance=9)
-            y = block(layer, y, mask=None, bias=bias, settings=settings)
+            y, _ = block(layer, y, mask=None, bias=bias, settings=settings)
         return y
 
     found = nnx.merge(nnx.graphdef(skeleton), params)(x)

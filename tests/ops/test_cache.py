@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tfm_jax.ops import AttentionMask, BlockSettings, KeyValue, KVCache, decoder_block
-from tfm_jax.ops.cache import write
+from tfm_jax.ops import AttentionMask, BlockSettings, KeyValue, KVCache, decoder_block, encoder_block
+from tfm_jax.ops.cache import Stored
 from tfm_jax.ops.multi_head import keys_values
 
 L, B, S, C, K, H, E = 2, 3, 5, 7, 1, 2, 4
@@ -18,13 +18,51 @@ def counted(*shape):
     return jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
 
 
+def stored(columns, shift):
+    """Layer by layer other numbers, keys positive and values negative."""
+    keys, values = counted(L, B, K, H, columns) + shift, -counted(L, B, K, columns, E) - shift
+    return tuple(Stored(key, value) for key, value in zip(keys, values, strict=True))
+
+
 def cache(*, cross=True):
     positions = jnp.asarray([[0, 1, -1, -1, -1], [-1, 0, -1, -1, -1], [4, 5, -1, -1, -1]], jnp.int32)
-    own = KeyValue(counted(L, B, S, K, H), -counted(L, B, S, K, E))
     if not cross:
-        return KVCache(own, positions, jnp.int32(2))
+        return KVCache(stored(S, 0.0), positions, jnp.int32(2))
     ids = jnp.asarray([[1] * C, [1] * 3 + [0] * 4, [0] * C], jnp.int32)
-    return KVCache(own, positions, jnp.int32(2), KeyValue(counted(L, B, C, K, H) + 0.5, counted(L, B, C, K, E)), ids)
+    return KVCache(stored(S, 0.0), positions, jnp.int32(2), stored(C, 0.5), ids)
+
+
+def test_stored_and_projected_are_two_orders_of_the_same_numbers():
+    projected = KeyValue(counted(B, S, K, H), counted(B, S, K, E))
+    kept = Stored.of(projected)
+    assert kept.key.shape == (B, K, H, S) and kept.value.shape == (B, K, S, E)
+    np.testing.assert_array_equal(kept.key[2, 0, 1, 3], projected.key[2, 3, 0, 1])
+    np.testing.assert_array_equal(kept.value[2, 0, 3], projected.value[2, 3, 0])
+    jax.tree.map(np.testing.assert_array_equal, kept.projected, projected)
+
+
+def test_write_puts_columns_where_they_belong():
+    """In the dtype of the cache, and nowhere else."""
+    old = Stored(counted(B, K, H, S).astype(jnp.bfloat16), counted(B, K, S, E))
+    new = KeyValue(-counted(B, 2, K, H), -counted(B, 2, K, E))
+    written = jax.jit(Stored.write)(old, new, jnp.int32(3))
+    assert written.key.dtype == jnp.bfloat16 and written.value.dtype == jnp.float32
+    before, after = (jax.tree.map(lambda x: np.asarray(x, np.float32), x.projected) for x in (old, written))
+    for was, now, put in zip(before, after, new, strict=True):
+        np.testing.assert_array_equal(now[:, :3], was[:, :3])
+        np.testing.assert_array_equal(now[:, 3:], put)
+
+
+@pytest.mark.parametrize("columns", [0, 11])
+def test_an_empty_cache_has_columns_that_nobody_sees(columns):
+    """Its shapes are those of the layers, whatever their number of columns."""
+    shapes = tuple(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), layer) for layer in stored(3, 0))
+    new = KVCache.empty(shapes, columns, cross=stored(C, 0.5))
+    assert new.columns == columns and new.length == 0 and len(new.layers) == len(new.cross) == L
+    for layer in new.layers:
+        assert layer.key.shape == (B, K, H, columns) and layer.value.shape == (B, K, columns, E)
+        assert layer.key.dtype == layer.value.dtype == jnp.bfloat16
+    assert new.positions.dtype == jnp.int32 and (new.positions == -1).all()
 
 
 def test_append_gives_new_columns_their_positions():
@@ -36,48 +74,39 @@ def test_append_gives_new_columns_their_positions():
     again = new.append(jnp.asarray([[4], [2], [-1]], jnp.int32))
     np.testing.assert_array_equal(again.positions, [[0, 1, 2, 3, 4], [-1, 0, 1, -1, 2], [4, 5, 6, 7, -1]])
     assert again.length == 5
-    jax.tree.map(np.testing.assert_array_equal, (old.keys_values, old.cross), (again.keys_values, again.cross))
+    jax.tree.map(np.testing.assert_array_equal, (old.layers, old.cross), (again.layers, again.cross))
 
 
-def test_write_puts_columns_where_they_belong():
-    old = KeyValue(counted(B, S, K, H), counted(B, S, K, E))
-    new = KeyValue(-jnp.ones((B, 2, K, H)), -jnp.ones((B, 2, K, E)))
-    written = jax.jit(write)(old, new, jnp.int32(3))
-    for before, after in zip(old, written, strict=True):
-        np.testing.assert_array_equal(after[:, :3], before[:, :3])
-        np.testing.assert_array_equal(after[:, 3:], -np.ones_like(after[:, 3:]))
+@pytest.mark.parametrize("more", [0, 3])
+def test_grown_keeps_everything_and_adds_columns_that_nobody_sees(more):
+    old = cache()
+    new = jax.jit(KVCache.grown, static_argnums=1)(old, S + more)
+    assert new.columns == S + more and new.length == old.length
+    for now, was in zip(new.layers, old.layers, strict=True):
+        assert now.key.shape == (B, K, H, S + more) and now.value.shape == (B, K, S + more, E)
+        np.testing.assert_array_equal(now.key[..., :S], was.key)
+        np.testing.assert_array_equal(now.value[:, :, :S], was.value)
+    np.testing.assert_array_equal(new.positions, np.pad(old.positions, ((0, 0), (0, more)), constant_values=-1))
+    jax.tree.map(np.testing.assert_array_equal, (new.cross, new.cross_segment_ids), (old.cross, old.cross_segment_ids))
+
+
+def test_a_cache_does_not_shrink():
+    with pytest.raises(ValueError, match="the cache has 5 columns: it cannot grow to 4"):
+        cache().grown(S - 1)
 
 
 @pytest.mark.parametrize("rows", [[2, 0, 1], [1, 1, 1], [2, 2, 0, 0, 1], [1]])
-def test_take_rows_moves_everything_of_a_row(rows):
-    old = cache()
+@pytest.mark.parametrize("cross", [True, False], ids=["cross", "alone"])
+def test_take_rows_moves_everything_of_a_row(rows, cross):
+    old = cache(cross=cross)
     new = jax.jit(KVCache.take_rows)(old, jnp.asarray(rows, jnp.int32))
-    for got, source in zip((*new.keys_values, *new.cross), (*old.keys_values, *old.cross), strict=True):
-        np.testing.assert_array_equal(got, np.asarray(source)[:, rows])
-    np.testing.assert_array_equal(new.positions, np.asarray(old.positions)[rows])
-    np.testing.assert_array_equal(new.cross_segment_ids, np.asarray(old.cross_segment_ids)[rows])
+    own = lambda x: (x.layers, x.positions, x.cross, x.cross_segment_ids)  # noqa: E731
+    jax.tree.map(lambda got, source: np.testing.assert_array_equal(got, np.asarray(source)[rows]), own(new), own(old))
     assert new.length == old.length
     assert [leaf.dtype for leaf in jax.tree.leaves(new)] == [leaf.dtype for leaf in jax.tree.leaves(old)]
 
 
-def test_swap_beams_leaves_the_encoders_part():
-    old, rows = cache(), [2, 0, 0]
-    new = old.swap_beams(jnp.asarray(rows, jnp.int32))
-    for got, source in zip(new.keys_values, old.keys_values, strict=True):
-        np.testing.assert_array_equal(got, np.asarray(source)[:, rows])
-    np.testing.assert_array_equal(new.positions, np.asarray(old.positions)[rows])
-    assert new.cross is old.cross and new.cross_segment_ids is old.cross_segment_ids
-
-
-def test_a_cache_without_cross_attention():
-    old, rows = cache(cross=False), jnp.asarray([1, 2, 0], jnp.int32)
-    assert len(jax.tree.leaves(old)) == 4
-    for new in (old.take_rows(rows), old.swap_beams(rows)):
-        assert new.cross is None and new.cross_segment_ids is None
-        np.testing.assert_array_equal(new.positions, np.asarray(old.positions)[np.asarray(rows)])
-
-
-def decoder_params(D, F, N):
+def block_params(D, F, N):
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape) * 0.5, jnp.float32)  # noqa: E731
     attention = lambda: {  # noqa: E731
@@ -95,32 +124,36 @@ def decoder_params(D, F, N):
     }
 
 
-def test_decoding_in_pieces_is_the_block_at_once():
-    """I07, B03: empty columns hold NaN, so nothing but the positions hides them."""
+@pytest.mark.parametrize("crossed", [True, False], ids=["decoder", "alone"])
+def test_decoding_in_pieces_is_the_block_at_once(crossed):
+    """I07, B03: with an encoder and without; empty columns hold large numbers, and nothing but positions hides them."""
     T, D, N = 5, 11, 3
-    params, settings = decoder_params(D, 13, N), BlockSettings(norm="pre")
+    params, settings = block_params(D, 13, N), BlockSettings(norm="pre")
     rng = np.random.default_rng(1)
     x, encoded = (jnp.asarray(rng.standard_normal((2, length, D)), jnp.float32) for length in (T, C))
-    cross = keys_values(params["cross_attention"], encoded, encoded)
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (2, T))
-    full, _ = jax.jit(decoder_block, static_argnames="settings")(
-        params, x, cross, mask=AttentionMask(positions, positions, causal=True), cross_mask=None, settings=settings
-    )
+
+    def block(x, mask, **cached):
+        if not crossed:
+            return encoder_block(params, x, mask=mask, settings=settings, **cached)
+        cross = keys_values(params["cross_attention"], encoded, encoded)
+        return decoder_block(params, x, cross, mask=mask, cross_mask=None, settings=settings, **cached)
+
+    full, nothing = jax.jit(block)(x, AttentionMask(positions, positions, causal=True))
+    assert nothing is None
 
     @jax.jit
     def step(state, x, positions):
         start, state = state.length, state.append(positions)
         mask = AttentionMask(positions, state.positions, causal=True)
-        y, own = decoder_block(
-            params, x, cross, mask=mask, cross_mask=None, settings=settings, cache=state.keys_values, start=start
-        )
-        return y, replace(state, keys_values=own)
+        y, layer = block(x, mask, cache=state.layers[0], start=start)
+        return y, replace(state, layers=(layer,))
 
     for lengths in ([2, 1, 2], [1, 1, 1, 1, 1]):
-        empty = KeyValue(jnp.full((2, T, N, H), jnp.nan), jnp.full((2, T, N, E), jnp.nan))
-        state, outputs = KVCache(empty, jnp.full((2, T), -1, jnp.int32), jnp.int32(0)), []
+        empty = Stored(jnp.full((2, N, H, T), 1e4), jnp.full((2, N, T, E), -1e4))
+        state, outputs = KVCache((empty,), jnp.full((2, T), -1, jnp.int32), jnp.int32(0)), []
         for columns in np.split(np.arange(T), np.cumsum(lengths)[:-1]):
             y, state = step(state, x[:, columns], positions[:, columns])
             outputs.append(y)
         np.testing.assert_allclose(np.concatenate(outputs, axis=1), full, rtol=1e-5, atol=1e-6)
-        assert state.length == T and all(np.isfinite(leaf).all() for leaf in state.keys_values)
+        assert state.length == T and all((np.abs(leaf) < 1e3).all() for leaf in jax.tree.leaves(state.layers))

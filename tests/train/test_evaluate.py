@@ -11,7 +11,7 @@ from tfm_jax.config import Data, Decode, Mesh, Run, Train
 from tfm_jax.data.batches import Batches, Examples
 from tfm_jax.data.sources import ParallelText
 from tfm_jax.data.tokenizer import Tokenizer
-from tfm_jax.decode.text import Translation
+from tfm_jax.decode.text import Output
 from tfm_jax.models import build
 from tfm_jax.sharding import batch_shards, make_mesh
 from tfm_jax.train import evaluate
@@ -150,9 +150,7 @@ def written(monkeypatch):
     """Decide what the model writes, line by line."""
 
     def install(*outputs):
-        rows = [
-            [Translation(output, -1.0, (5, 2), True), Translation("worse", -2.0, (6, 2), True)] for output in outputs
-        ]
+        rows = [[Output(output, -1.0, (5, 2), True), Output("worse", -2.0, (6, 2), True)] for output in outputs]
         monkeypatch.setattr(evaluate, "translate", lambda *_, **__: rows)
 
     return install

@@ -10,10 +10,11 @@ from jax.sharding import AxisType, PartitionSpec
 
 from tfm_jax import config
 from tfm_jax.models import build
+from tfm_jax.models.gpt import GPTConfig
 from tfm_jax.models.transformer import Dropout, TransformerConfig
 from tfm_jax.sharding import batch_sharding, make_mesh
 from tfm_jax.train import losses
-from tfm_jax.train.losses import TextToText
+from tfm_jax.train.losses import LanguageModel, TextToText
 
 B, T, V = 3, 5, 7
 jitted = jax.jit(losses.cross_entropy, static_argnames="label_smoothing")
@@ -369,3 +370,69 @@ def test_text_to_text_scores_the_logits_of_the_model():
     expected = (token_losses(np.array(logits), np.array(batch["targets"]), 0.1) * batch["weights"]).sum()
     np.testing.assert_allclose(sums["loss"], (expected, 11), rtol=1e-5)
     np.testing.assert_allclose(sums["accuracy"], accuracy(logits, batch["targets"], batch["weights"]))
+
+
+@pytest.fixture(scope="module")
+def language():
+    """A decoder-only model with loud parameters, and three texts as (tokens, targets)."""
+    model = build(GPTConfig(V, max_length=11, d_model=6, d_ff=5, num_heads=2, num_layers=1, dropout=Dropout(0.5, 0.5)))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(0.0, 0.5, x.shape), jnp.float32), model.shapes)
+    texts = [rng.integers(0, V, (2, length)).astype(np.int32) for length in (5, 2, 4)]
+    return model, params, texts, jax.jit(LanguageModel(model, label_smoothing=0.1))
+
+
+def rows_of(texts, length, fill=0):
+    """A text a row, padded with `fill`."""
+    batch = {name: np.full((len(texts), length), fill, np.int32) for name in ("tokens", "targets")}
+    segment_ids = np.zeros((len(texts), length), np.int32)
+    for i, (tokens, targets) in enumerate(texts):
+        batch["tokens"][i, : len(tokens)], batch["targets"][i, : len(tokens)] = tokens, targets
+        segment_ids[i, : len(tokens)] = 1
+    batch |= {"segment_ids": segment_ids, "weights": segment_ids.astype(np.float32)}
+    return jax.tree.map(jnp.asarray, batch)
+
+
+def test_language_model_scores_the_logits_of_the_model(language):
+    """Smoothed loss and accuracy by NumPy; with a key, dropout is on."""
+    model, params, texts, objective = language
+    assert LanguageModel(model) == LanguageModel(model, 0.0) and hash(LanguageModel(model)) == hash(
+        LanguageModel(model)
+    )
+    batch = rows_of(texts, T)
+    logits = jax.jit(model.apply)(params, batch["tokens"], segment_ids=batch["segment_ids"])
+    sums = objective(params, batch, None)
+    expected = (token_losses(np.array(logits), np.array(batch["targets"]), 0.1) * batch["weights"]).sum()
+    np.testing.assert_allclose(sums["loss"], (expected, 11), rtol=1e-5)
+    np.testing.assert_allclose(sums["accuracy"], accuracy(logits, batch["targets"], batch["weights"]))
+    dropped = [objective(params, batch, jax.random.key(seed))["loss"][0] for seed in (0, 1)]
+    assert len({*map(float, dropped), float(sums["loss"][0])}) == 3
+
+
+def test_padding_counts_nothing_for_a_language_model(language):
+    """B27's kind, I03: neither its length nor what stands in it, in loss and gradients."""
+    _, params, texts, objective = language
+    slope = jax.jit(jax.value_and_grad(lambda params, batch: objective(params, batch, None)["loss"][0]))
+    expected = slope(params, rows_of(texts, T))
+    for other in (rows_of(texts, T, fill=3), rows_of(texts, T + 4, fill=1)):
+        found = slope(params, other)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), found, expected)
+
+
+def test_packed_texts_are_separate_ones_to_a_language_model(language):
+    """Three texts in one row, with segments and positions, and a row for each: loss, accuracy and gradients."""
+    _, params, texts, objective = language
+    lengths = [tokens.shape[1] for tokens in texts]
+    packed = {name: np.concatenate([text[i] for text in texts])[None] for i, name in enumerate(("tokens", "targets"))}
+    packed["segment_ids"] = np.repeat([1, 2, 3], lengths).astype(np.int32)[None]
+    packed["positions"] = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])[None]
+    packed["weights"] = np.ones((1, sum(lengths)), np.float32)
+    packed = jax.tree.map(jnp.asarray, packed)
+
+    def scaled(params, batch):
+        sums = objective(params, batch, None)
+        return sums["loss"][0] / sums["loss"][1], sums
+
+    slope = jax.jit(jax.value_and_grad(scaled, has_aux=True))
+    found, expected = slope(params, packed), slope(params, rows_of(texts, T))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), found, expected)

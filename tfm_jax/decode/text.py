@@ -1,21 +1,25 @@
-"""From strings to strings: lines in, as many translations out, in order."""
+"""From strings to strings: translations of lines, continuations of prompts, all at once or as they are written."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tfm_jax import config
+from tfm_jax.config import require
 from tfm_jax.data.tokenizer import Tokenizer
-from tfm_jax.decode.beam import BeamSettings
-from tfm_jax.decode.generate import generate
+from tfm_jax.decode.beam import BeamSettings, Hypotheses
+from tfm_jax.decode.constraints import Constraints
+from tfm_jax.decode.generate import Prompts, SampleSettings, begin, continued, generate
+from tfm_jax.decode.sampling import GREEDY, Sampling
 from tfm_jax.models import Model
 
 
 @dataclass(frozen=True)
-class Translation:
+class Output:
     """One hypothesis: its text, score (see `BeamSettings.length_penalty`), ids with the end, and whether it ended."""
 
     text: str
@@ -24,8 +28,8 @@ class Translation:
     ended: bool
 
 
-BLANK = Translation("", 0.0, (), True)
-TOO_LONG = Translation("", float("-inf"), (), False)
+BLANK = Output("", 0.0, (), True)
+TOO_LONG = Output("", float("-inf"), (), False)
 
 
 def translate(
@@ -35,50 +39,191 @@ def translate(
     lines: list[str],
     *,
     decode: config.Decode,
+    prefixes: list[str] | None = None,
     too_long: Literal["error", "drop"] = "error",
     name: str = "input",
     first_line: int = 1,
     progress: Callable[[int], None] = lambda done: None,
-) -> list[list[Translation]]:
-    """The n-best translations of each line, best first; blank lines stay blank.
+) -> list[list[Output]]:
+    """Up to `decode.nbest` translations of each line, best first; blank lines stay blank.
 
     Lines of similar length share a batch, in few shapes, so a file of any lengths compiles a handful of programs. The
-    result of a line does not depend on the others. A line that is too long for the model is refused, by its number,
-    before any work, or with too_long "drop" comes back as `TOO_LONG`; `name` is what errors call the input, whose first
-    line has the number `first_line`. `progress` is told how many lines are done. Raises `FloatingPointError` when the
-    model gives NaN.
+    result of a line does not depend on the others. `prefixes`: a text for each line that its translation begins with
+    ("": any may); it is part of an output's text and ids, and the score is that of what follows it.
+
+    A line that is too long for the model is refused, by its number, before any work, or with too_long "drop" comes back
+    as `TOO_LONG`; a prefix that leaves no room for max_new_tokens is refused. `name` is what errors call the input,
+    whose first line has the number `first_line`. `progress` is told how many lines are done. Raises `ValueError` for a
+    model without an encoder, and `FloatingPointError` when it gives NaN.
     """
+    require_encoder(model)
     # white space is not translated, so its length does not matter
     encoded = [[*ids, tokenizer.eos_id] for ids in tokenizer.encode([line.strip() and line for line in lines])]
     longest = model.config.max_length
     for i, ids in enumerate(encoded):
-        if len(ids) > longest and too_long == "error":
-            raise ValueError(
-                f"{name}:{first_line + i}: the line has {len(ids)} tokens with its end, the model accepts {longest}: "
-                "split it into sentences"
-            )
+        require(
+            len(ids) <= longest or too_long == "drop",
+            f"{name}:{first_line + i}: the line has {len(ids)} tokens with its end, the model accepts {longest}: "
+            "split it into sentences",
+        )
+    begun = _prefixes(model, tokenizer, prefixes, len(lines), decode, f"{name}:", first_line)
     results = [[BLANK] if len(ids) <= longest else [TOO_LONG] for ids in encoded]
     waiting = [i for i, line in enumerate(lines) if line.strip() and len(encoded[i]) <= longest]
     done = len(lines) - len(waiting)
     for first_try in (True, False):
         cut = []
-        for rows, length in _batches(encoded, waiting, longest, decode):
+        # few lines are tried again: one shape for all costs less than compiling one for each length
+        sizes = {i: len(encoded[i]) if first_try else max(len(encoded[i]) for i in waiting) for i in waiting}
+        for rows, length in buckets(sizes, longest=longest, budget=decode.tokens_per_batch // decode.beams):
             settings = _settings(tokenizer, decode, length=length if first_try else None)
-            found = _search(model, params, tokenizer, [encoded[i] for i in rows], length, settings)
-            for i, hypotheses in zip(rows, found, strict=True):
-                # hypotheses that all ended had no use for more room; the others get all there is
-                if settings.max_new_tokens < decode.max_new_tokens and not all(h.ended for h in hypotheses):
+            source = padded([encoded[i] for i in rows], length, tokenizer.pad_id)
+            prompts = Prompts(*_prompts(tokenizer, [begun[i] for i in rows], model, settings), *source)
+            found = _outputs(generate(params, prompts, model=model, settings=settings), tokenizer, begun, rows)
+            for i, outputs in zip(rows, found, strict=True):
+                # outputs that all ended had no use for more room; the others get all there is
+                if settings.max_new_tokens < decode.max_new_tokens and not all(output.ended for output in outputs):
                     cut.append(i)
                 else:
-                    results[i], done = hypotheses, done + 1
+                    results[i], done = outputs[: decode.nbest], done + 1
             progress(done)
         waiting = cut
     return results
 
 
+def complete(
+    model: Model,
+    params: dict,
+    tokenizer: Tokenizer,
+    prompts: list[str],
+    *,
+    decode: config.Decode,
+    sampling: Sampling | None = GREEDY,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[list[Output]]:
+    """What a decoder-only model writes after each prompt, which may be empty; text and ids are without the prompt.
+
+    One output a prompt, drawn as `sampling` says (by default the likeliest token again and again), or with sampling
+    None up to `decode.nbest` by beam search, best first. Draws depend on the seed and on the prompt's place in the
+    list, not on how prompts share batches, whose shapes are few as in `translate`. Raises `ValueError`, before any
+    work, for a model with an encoder and, by its number, for a prompt that leaves no room for max_new_tokens, and
+    `FloatingPointError` when the model gives NaN.
+    """
+    require_no_encoder(model)
+    begun = _prefixes(model, tokenizer, prompts, len(prompts), decode, "prompts ", 0)
+    sampled = sampling is not None
+    settings = _sample_settings(tokenizer, decode, sampling) if sampled else _settings(tokenizer, decode, length=None)
+    results: list[list[Output]] = [[] for _ in prompts]
+    done, room = 0, _room(model, settings.max_new_tokens)
+    sizes = {i: 1 + len(ids) for i, ids in enumerate(begun)}
+    for rows, _ in buckets(sizes, longest=room, budget=decode.tokens_per_batch // (1 if sampled else decode.beams)):
+        read = _prompts(tokenizer, [begun[i] for i in rows], model, settings)
+        requests = np.array([*rows, *rows[:1] * (len(read[0]) - len(rows))], np.int32)
+        found = generate(params, Prompts(*read, requests=requests), model=model, settings=settings)
+        for i, outputs in zip(rows, _outputs(found, tokenizer, begun, rows), strict=True):
+            shown = len(tokenizer.decode([begun[i]])[0])
+            results[i] = [replace(o, text=o.text[shown:], ids=o.ids[len(begun[i]) :]) for o in outputs[: decode.nbest]]
+        done += len(rows)
+        progress(done)
+    return results
+
+
+def stream(
+    model: Model,
+    params: dict,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    decode: config.Decode,
+    sampling: Sampling = GREEDY,
+    chunk: int = 1,
+) -> Iterator[str]:
+    """The text that `complete` gives for this prompt alone, in pieces as it is written, every `chunk` tokens.
+
+    A character whose bytes are not all written yet waits for the others. Raises as `complete`, at once and not at the
+    first piece.
+    """
+    require_no_encoder(model)
+    require(chunk >= 1, f"chunk is {chunk}: at least 1 token is needed")
+    (begun,) = _prefixes(model, tokenizer, [prompt], 1, decode, "prompts ", 0)
+    settings = _sample_settings(tokenizer, decode, sampling)
+    prompts = Prompts(*_prompts(tokenizer, [begun], model, settings))
+    return pieces(tokenizer, begun, _tokens(model, params, prompts, settings, chunk))
+
+
+def pieces(tokenizer: Tokenizer, begun: list[int], new: Iterable[list[int]]) -> Iterator[str]:
+    """The text that new ids add to that of the ids begun with: no empty piece, no part of a character."""
+    ids, shown = list(begun), len(tokenizer.decode([begun])[0])
+    text = ""
+    for some in new:
+        ids += some
+        text = tokenizer.decode([ids])[0]
+        # the mark for bytes that are no character: what comes may complete them
+        whole = text.removesuffix("\ufffd")
+        if len(whole) > shown:
+            yield whole[shown:]
+            shown = len(whole)
+    if text[shown:]:
+        yield text[shown:]
+
+
+def _tokens(model, params, prompts, settings, chunk) -> Iterator[list[int]]:
+    writing, seen, ended = begin(params, prompts, model=model, settings=settings), 0, False
+    while seen < settings.max_new_tokens and not ended:
+        writing = continued(params, writing, jnp.int32(chunk), model=model, settings=settings)
+        step, tokens, log_probs, (ended,) = jax.device_get(
+            (writing.step, writing.tokens, writing.log_probs, writing.ended)
+        )
+        _require_numbers(log_probs)
+        yield tokens[0, seen:step].tolist()
+        seen = int(step)
+
+
 def one_line(text: str) -> str:
     """The text as a line of a file: a line feed that a model wrote must not shift what follows."""
     return text.replace("\n", " ")
+
+
+def require_encoder(model: Model) -> None:
+    """Raise `ValueError` for a decoder-only model."""
+    family = model.config.family
+    require(
+        hasattr(model.module, "encode"),
+        f"a {family!r} model has no encoder and does not translate: it continues text (complete, on the command line "
+        "generate)",
+    )
+
+
+def require_no_encoder(model: Model) -> None:
+    family = model.config.family
+    require(not hasattr(model.module, "encode"), f"a {family!r} model needs a source text: use translate")
+
+
+def _require_numbers(log_probs: np.ndarray) -> None:
+    if np.isnan(log_probs).any():
+        raise FloatingPointError(
+            "the model's logits are NaN, or no token may follow: its parameters are not finite (load another "
+            "checkpoint), or the constraints forbid everything"
+        )
+
+
+def _room(model: Model, max_new_tokens: int) -> int:
+    """The longest prompt, with its start: the last token written is never read."""
+    return model.config.max_length - max_new_tokens + 1
+
+
+def _prefixes(model, tokenizer, texts, count, decode, name, first) -> list[list[int]]:
+    """The ids of what each row begins with; raises `ValueError` unless there is one for each and all fit."""
+    texts = [""] * count if texts is None else texts
+    require(len(texts) == count, f'{len(texts)} prefixes for {count} lines: one for each is needed, "" for none')
+    encoded, room = tokenizer.encode(texts), _room(model, decode.max_new_tokens)
+    for i, ids in enumerate(encoded):
+        over = 1 + len(ids) - room
+        require(
+            over <= 0,
+            f"{name}{first + i}: {1 + len(ids)} tokens, the start included, and max_new_tokens "
+            f"{decode.max_new_tokens} are {over} more than the model accepts: shorten the text or lower max_new_tokens",
+        )
+    return encoded
 
 
 def _settings(tokenizer: Tokenizer, decode: config.Decode, *, length: int | None) -> BeamSettings:
@@ -89,57 +234,90 @@ def _settings(tokenizer: Tokenizer, decode: config.Decode, *, length: int | None
     """
     limit = decode.max_new_tokens
     if length is not None and decode.early_stopping:
-        limit = min(limit, 2 * length + 8)
+        limit = min(limit, 2 * length + 8 + decode.min_new_tokens)
     return BeamSettings(
         beams=decode.beams,
         max_new_tokens=limit,
         length_penalty=decode.length_penalty,
         early_stopping=decode.early_stopping,
-        eos_id=tokenizer.eos_id,
+        eos_ids=(tokenizer.eos_id,),
         pad_id=tokenizer.pad_id,
+        normalization=decode.normalization,
+        constraints=_constraints(decode),
     )
 
 
-def _batches(
-    encoded: list[list[int]], rows: list[int], longest: int, decode: config.Decode
-) -> Iterator[tuple[list[int], int]]:
-    """Rows of similar length with the length they are padded to, longest first (memory runs out early or never)."""
-    buckets: dict[int, list[int]] = {}
-    for i in rows:
-        length = 8
-        while length < len(encoded[i]):
-            length += max(4, length // 2 // 4 * 4)  # 8, 12, 16, 24, 36, 52, ...
-        buckets.setdefault(min(length, longest), []).append(i)
-    for length in sorted(buckets, reverse=True):
-        # a power of two, so that a last batch, which is filled up to one, adds few shapes
-        count = 1 << max(0, (decode.tokens_per_batch // (decode.beams * length)).bit_length() - 1)
-        for start in range(0, len(buckets[length]), count):
-            yield buckets[length][start : start + count], length
+def _sample_settings(tokenizer: Tokenizer, decode: config.Decode, sampling: Sampling) -> SampleSettings:
+    return SampleSettings(
+        max_new_tokens=decode.max_new_tokens,
+        eos_ids=(tokenizer.eos_id,),
+        pad_id=tokenizer.pad_id,
+        sampling=sampling,
+        constraints=_constraints(decode),
+        length_penalty=decode.length_penalty,
+        normalization=decode.normalization,
+    )
 
 
-def _search(model, params, tokenizer, sources, length, settings) -> list[list[Translation]]:
+def _constraints(decode: config.Decode) -> Constraints:
+    return Constraints(decode.repetition_penalty, decode.no_repeat_ngram, decode.min_new_tokens)
+
+
+def buckets(sizes: Mapping[int, int], *, longest: int, budget: int) -> Iterator[tuple[list[int], int]]:
+    """Rows of similar size with the length they are padded to, longest first (memory runs out early or never).
+
+    sizes: the length of each row, none over `longest`. budget: rows x padded length of a batch; a row that alone is
+    more goes alone.
+    """
+    found: dict[int, list[int]] = {}
+    for i, size in sizes.items():
+        found.setdefault(_rounded(size, longest), []).append(i)
+    for length in sorted(found, reverse=True):
+        # batches are filled up to powers of two, and those of a length are alike, so most lengths have one shape
+        most, count = 1 << max(0, (budget // length).bit_length() - 1), len(found[length])
+        size = -(-count // -(-count // most))
+        for start in range(0, count, size):
+            yield found[length][start : start + size], length
+
+
+def _rounded(size: int, longest: int) -> int:
+    """8, 12, 16, 24, 36, 52, ..., and at most `longest`."""
+    length = 8
+    while length < size:
+        length += max(4, length // 2 // 4 * 4)
+    return min(length, longest)
+
+
+def padded(rows: list[list[int]], length: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and segment ids, int32 `B length`; B is a power of two."""
     # filled up with a row that is there: an empty one would not know when to end
-    B = 1 << (len(sources) - 1).bit_length()
-    rows = [*sources, *[sources[0]] * (B - len(sources))]
-    tokens = np.full((B, length), tokenizer.pad_id, np.int32)
+    rows = [*rows, *[rows[0]] * ((1 << (len(rows) - 1).bit_length()) - len(rows))]
+    tokens = np.full((len(rows), length), pad_id, np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
     lengths = np.array([len(ids) for ids in rows], np.int32)
-    segment_ids = (np.arange(length, dtype=np.int32)[None] < lengths[:, None]).astype(np.int32)
-    first = np.full(B, tokenizer.bos_id, np.int32)
-    found = jax.device_get(generate(params, tokens, segment_ids, first, model=model, settings=settings))
-    if np.isnan(found.scores).any():
-        raise FloatingPointError("the model's logits are NaN: its parameters are not finite, load another checkpoint")
-    ids = [
-        [tuple(found.tokens[b, w, : found.lengths[b, w]].tolist()) for w in range(settings.beams)]
-        for b in range(len(sources))
-    ]
-    texts = tokenizer.decode([list(hypothesis) for row in ids for hypothesis in row])
-    return [
-        [
-            Translation(texts[b * settings.beams + w], float(found.scores[b, w]), ids[b][w], bool(found.ended[b, w]))
-            for w in range(settings.beams)
-            if found.lengths[b, w] > 0
-        ]
-        for b in range(len(sources))
-    ]
+    return tokens, (np.arange(length, dtype=np.int32)[None] < lengths[:, None]).astype(np.int32)
+
+
+def _prompts(tokenizer, begun, model, settings) -> tuple[np.ndarray, np.ndarray]:
+    """The start and what follows it."""
+    rows = [[tokenizer.bos_id, *ids] for ids in begun]
+    longest = max(map(len, rows))
+    # the start alone, as of every translation without a prefix, is a shape of its own
+    length = 1 if longest == 1 else _rounded(longest, _room(model, settings.max_new_tokens))
+    return padded(rows, length, tokenizer.pad_id)
+
+
+def _outputs(found: Hypotheses, tokenizer: Tokenizer, begun: list[list[int]], rows: list[int]) -> list[list[Output]]:
+    """Of each row, which began with begun[row]; the arrays may have more rows."""
+    found = jax.device_get(found)
+    _require_numbers(found.scores)
+    outputs = []
+    for b, row in enumerate(rows):
+        real = [w for w, length in enumerate(found.lengths[b]) if length > 0]
+        require(bool(real), "a text has no possible output: the constraints leave no token that may be written")
+        ids = [(*begun[row], *found.tokens[b, w, : found.lengths[b, w]].tolist()) for w in real]
+        texts = tokenizer.decode([list(some) for some in ids])
+        more = [(float(found.scores[b, w]), some, bool(found.ended[b, w])) for w, some in zip(real, ids, strict=True)]
+        outputs.append([Output(text, *rest) for text, rest in zip(texts, more, strict=True)])
+    return outputs

@@ -2,10 +2,14 @@
 
 from typing import Any
 
+from tfm_jax.models.gpt import GPT, GPTConfig
 from tfm_jax.models.model import Model
 from tfm_jax.models.transformer import Transformer, TransformerConfig
 
-FAMILIES: dict[str, tuple[type, type]] = {TransformerConfig.family: (Transformer, TransformerConfig)}
+FAMILIES: dict[str, tuple[type, type]] = {
+    TransformerConfig.family: (Transformer, TransformerConfig),
+    GPTConfig.family: (GPT, GPTConfig),
+}
 
 
 def build(config: Any) -> Model:

@@ -1,6 +1,7 @@
 """A model as a pair: `Model`, the static description, and `params`, a nested dict of arrays."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,13 +84,25 @@ class Model:
         """An empty cache for `length` columns; encoder-decoders also take encoded and encoded_segment_ids."""
         return self.bind(params).init_cache(batch, length, **inputs)
 
-    def decode_step(self, params: dict, tokens: Array, cache: Any, *, positions: Array) -> tuple[Array, Any]:
+    def decode_step(
+        self, params: dict, tokens: Array, cache: Any, *, positions: Array, visible: Array | None = None
+    ) -> tuple[Array, Any]:
         """Logits of T further tokens and the cache that includes them; prefill is the same with more tokens.
 
         positions: `B T`; -1 marks padding, which is never seen and whose logits mean nothing. The cache must have T
-        free columns: logits are NaN when it has not.
+        free columns: logits are NaN when it has not. visible: `B T S`, which of all columns, the new ones included,
+        each token may see beside what causality says (None: all). So tokens of a row may be branches of a tree that
+        share the columns of their past.
         """
-        return self.bind(params).decode_step(tokens, cache, positions=positions)
+        return self.bind(params).decode_step(tokens, cache, positions=positions, visible=visible)
+
+    def stepper(self, params: dict) -> Callable[..., tuple[Array, Any]]:
+        """`decode_step` without its first argument, for a loop: what can be done once with the parameters is done.
+
+        Stacked layers are cut apart here; inside the loop XLA would copy every matrix at every step.
+        """
+        module = self.bind(params)
+        return functools.partial(module.decode_step, layers=module.decoder.each_layer())
 
 
 @functools.cache

@@ -1,19 +1,26 @@
 """The encoder-decoder Transformer of Vaswani et al., "Attention Is All You Need" (2017)."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from tfm_jax.config import require, require_rates
 from tfm_jax.nn.attention import head_size
 from tfm_jax.nn.blocks import BlockSizes, Decoder, Encoder
 from tfm_jax.nn.layers import Embedding, param, xavier_uniform, zeros
-from tfm_jax.nn.positions import position_bias, require_implementation, require_positions
-from tfm_jax.ops import AttentionMask, BlockSettings, KeyValue, KVCache, Rotary, dropout, sinusoidal_positions
+from tfm_jax.nn.positions import (
+    or_counted,
+    position_bias,
+    require_implementation,
+    require_length,
+    require_positions,
+    with_positions,
+)
+from tfm_jax.ops import AttentionMask, BlockSettings, KVCache, Rotary, dropout
 from tfm_jax.ops.blocks import vocabulary_logits
 from tfm_jax.sharding import constrain
 
@@ -217,32 +224,35 @@ class Transformer(nnx.Module):
         encoded_segment_ids: SourceTokens | None = None,
     ) -> KVCache:
         """An empty cache for `length` target columns, with the encoder's output projected for cross-attention."""
+        if encoded.shape[0] != batch:
+            raise ValueError(f"batch is {batch}, but the encoder's output has {encoded.shape[0]} rows")
         cross = self.decoder.cross_keys_values(encoded)
-        empty = KeyValue(*(jnp.zeros((*x.shape[:2], length, *x.shape[3:]), x.dtype) for x in cross))
         if encoded_segment_ids is None:
             encoded_segment_ids = jnp.ones(encoded.shape[:2], jnp.int32)
-        return KVCache(
-            empty,
-            positions=jnp.full((batch, length), -1, jnp.int32),
-            length=jnp.zeros((), jnp.int32),
-            cross=cross,
-            cross_segment_ids=(encoded_segment_ids > 0).astype(jnp.int32),
-        )
+        return KVCache.empty(cross, length, cross=cross, cross_segment_ids=(encoded_segment_ids > 0).astype(jnp.int32))
 
     def decode_step(
-        self, tokens: Tokens, cache: KVCache, *, positions: Tokens
+        self,
+        tokens: Tokens,
+        cache: KVCache,
+        *,
+        positions: Tokens,
+        visible: Bool[Array, "B T _"] | None = None,
+        layers: list[dict] | None = None,
     ) -> tuple[Float[Array, "B T V"], KVCache]:
         """As `Model.decode_step`."""
+        if visible is None:  # branches of a tree stand side by side, not one after another
+            require_length(tokens, self.config.max_length)
         start, cache = cache.length, cache.append(positions)
         x = self._embed(tokens, positions, self.embedding, "position_embedding", None)
-        mask = AttentionMask(query_positions=positions, key_positions=cache.positions, causal=True)
+        dense = None if visible is None else visible[:, None]
+        mask = AttentionMask(positions, cache.positions, dense=dense, causal=True)
         cross_mask = AttentionMask(
             query_segment_ids=(positions >= 0).astype(jnp.int32), key_segment_ids=cache.cross_segment_ids
         )
-        inputs = {"mask": mask, "cross_mask": cross_mask, "positions": positions}
-        x, keys_values = self.decoder.decode(x, cache.cross, cache.keys_values, start, **inputs)
-        fits = cache.length <= cache.positions.shape[1]
-        return jnp.where(fits, self._logits(x), jnp.nan), replace(cache, keys_values=keys_values)
+        inputs = {"mask": mask, "cross_mask": cross_mask, "positions": positions, "layers": layers}
+        x, cache = self.decoder.decode(x, cache, start, **inputs)
+        return self._logits(jnp.where(cache.length <= cache.columns, x, jnp.nan)), cache
 
     def _stack_inputs(
         self,
@@ -261,15 +271,17 @@ class Transformer(nnx.Module):
 
     def _encoder_inputs(self, tokens, segment_ids, positions, key):
         embedding = getattr(self, "source_embedding", self.embedding)
+        require_length(tokens, self.config.max_length)
         embed_key, stack_key = _two(key)
-        x = self._embed(tokens, _positions(tokens, positions), embedding, "source_position_embedding", embed_key)
+        x = self._embed(tokens, or_counted(positions, tokens), embedding, "source_position_embedding", embed_key)
         relative = positions if self.config.positions in ("alibi", "shaw", "t5") else None
         mask = AttentionMask(relative, relative, segment_ids, segment_ids)
         return x, {"mask": mask, "positions": positions}, stack_key
 
     def _decoder_inputs(self, encoded, tokens, source_segment_ids, segment_ids, positions, key):
+        require_length(tokens, self.config.max_length)
         embed_key, stack_key = _two(key)
-        x = self._embed(tokens, _positions(tokens, positions), self.embedding, "position_embedding", embed_key)
+        x = self._embed(tokens, or_counted(positions, tokens), self.embedding, "position_embedding", embed_key)
         mask = AttentionMask(positions, positions, segment_ids, segment_ids, causal=True)
         cross_mask = None
         if segment_ids is not None or source_segment_ids is not None:
@@ -282,17 +294,9 @@ class Transformer(nnx.Module):
 
     def _embed(self, tokens, positions, embedding, position_embedding, key):
         """Embedding x sqrt(d_model) + position, with dropout (sections 3.4 and 5.4 of the paper)."""
-        d_model, max_length = self.config.d_model, self.config.max_length
-        if tokens.shape[1] > max_length:
-            raise ValueError(
-                f"the input has {tokens.shape[1]} tokens, the model accepts {max_length}: "
-                "shorten it or build the model with a larger max_length"
-            )
+        d_model = self.config.d_model
         x = embedding(tokens) * d_model**0.5
-        if self.config.positions == "sinusoidal":
-            x = x + sinusoidal_positions(positions, d_model).astype(x.dtype)
-        elif self.config.positions == "learned":
-            x = x + getattr(self, position_embedding)(jnp.where(positions < 0, 0, positions))
+        x = with_positions(x, positions, self.config.positions, getattr(self, position_embedding, None))
         x = dropout(x, rate=self.config.dropout.embedding, key=key)
         return constrain(x, "batch", None, None)
 
@@ -307,11 +311,6 @@ class Transformer(nnx.Module):
         logits = vocabulary_logits(x, table)
         logits = logits if bias is None else logits + bias[None, None]
         return constrain(logits, "batch", None, "vocab")
-
-
-def _positions(tokens, positions):
-    """Positions 0, 1, ... of one row, which hold for all rows, unless given."""
-    return jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
 
 
 def _two(key):

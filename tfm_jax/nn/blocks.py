@@ -12,8 +12,8 @@ from tfm_jax.nn.attention import MultiHeadAttention
 from tfm_jax.nn.layers import FeedForward, LayerNorm, plain
 from tfm_jax.ops import blocks
 from tfm_jax.ops.blocks import BlockSettings
-from tfm_jax.ops.cache import KeyValue
-from tfm_jax.ops.multi_head import Bias, Mask, Positions, keys_values
+from tfm_jax.ops.cache import KVCache, Stored
+from tfm_jax.ops.multi_head import Bias, Mask, Positions, fused, keys_values
 from tfm_jax.sharding import constrain
 
 Dropout = Key[Array, ""] | None
@@ -53,9 +53,8 @@ class EncoderBlock(nnx.Module):
         key: Dropout = None,
     ) -> Float[Array, "B T D"]:
         settings = self.settings
-        return blocks.encoder_block(
-            plain(self), x, mask=mask, bias=bias, positions=positions, settings=settings, key=key
-        )
+        own = {"mask": mask, "bias": bias, "positions": positions}
+        return blocks.encoder_block(plain(self), x, **own, settings=settings, key=key)[0]
 
 
 class DecoderBlock(nnx.Module):
@@ -136,6 +135,11 @@ class _Stack(nnx.Module):
     def _bias(self):
         return None if self.position_bias is None else self.position_bias()
 
+    def each_layer(self) -> list[dict]:
+        """The parameters layer by layer. A step that unrolls them beats a scan, which cuts every cache out and in."""
+        layers = [jax.tree.map(lambda leaf, i=i: leaf[i], plain(self.layers)) for i in range(self.num_layers)]
+        return [layer | {"attention": fused(layer["attention"])} for layer in layers]
+
     def _layer(self, layer: int) -> dict:
         """The parameters of one layer."""
         if not 0 <= layer < self.num_layers:
@@ -148,7 +152,7 @@ class _Stack(nnx.Module):
 
 
 class Encoder(_Stack):
-    """A stack of encoder blocks."""
+    """A stack of encoder blocks; with a causal mask, of a decoder without an encoder."""
 
     block = EncoderBlock
 
@@ -173,12 +177,32 @@ class Encoder(_Stack):
         own = {"mask": mask, "bias": self._bias(), "positions": positions}
         return blocks.encoder_block_weights(params, x, **own, settings=self.settings)
 
+    def decode(
+        self,
+        x: Float[Array, "B T D"],
+        cache: KVCache,
+        start: Int[Array, ""],
+        *,
+        mask: Mask,
+        positions: Positions = None,
+        layers: list[dict] | None = None,
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """Run T new columns, written at column `start` of the cache: a decoder without an encoder.
+
+        layers: what `each_layer` gives, where a loop has it from outside and need not cut it in every step.
+        """
+        own, stored = {"mask": mask, "bias": self._bias(), "positions": positions, "settings": self.settings}, []
+        for params, old in zip(layers or self.each_layer(), cache.layers, strict=True):
+            x, new = blocks.encoder_block(params, x, **own, cache=old, start=start)
+            stored.append(new)
+        return self._last(x), replace(cache, layers=tuple(stored))
+
     def _scan(self, layers, x, mask, positions, key):
         own = {"mask": mask, "bias": self._bias(), "positions": positions}
 
         def body(x, layer):
             params, index = layer
-            y = blocks.encoder_block(params, x, **own, settings=self.settings, key=_fold(key, index))
+            y, _ = blocks.encoder_block(params, x, **own, settings=self.settings, key=_fold(key, index))
             return constrain(y, "batch", None, None), x
 
         return jax.lax.scan(body, x, _numbered(layers))
@@ -231,33 +255,27 @@ class Decoder(_Stack):
         own = {"mask": mask, "bias": self._bias(), "positions": positions}
         return blocks.decoder_block_weights(params, x, cross, **own, cross_mask=cross_mask, settings=self.settings)
 
-    def cross_keys_values(self, encoded: Float[Array, "B S D"]) -> KeyValue:
-        """The encoder's output projected for every layer's cross-attention: `L B S ...`, computed once per sentence."""
-        return jax.lax.map(lambda params: keys_values(params, encoded, encoded), plain(self.layers.cross_attention))
+    def cross_keys_values(self, encoded: Float[Array, "B S D"]) -> tuple[Stored, ...]:
+        """The encoder's output projected for every layer's cross-attention, computed once per sentence."""
+        return tuple(Stored.of(keys_values(one["cross_attention"], encoded, encoded)) for one in self.each_layer())
 
     def decode(
         self,
         x: Float[Array, "B T D"],
-        cross: KeyValue,
-        cached: KeyValue,
+        cache: KVCache,
         start: Int[Array, ""],
         *,
         mask: Mask,
         cross_mask: Mask = None,
         positions: Positions = None,
-    ) -> tuple[Float[Array, "B T D"], KeyValue]:
-        """Run T new columns, written at column `start` of the cached keys and values of all layers (`L B S ...`)."""
-        own = {"mask": mask, "bias": self._bias(), "positions": positions}
-        # a named implementation is for whole sequences: a few queries with positions of their own are not its case
-        settings = replace(self.settings, implementation="auto")
-
-        def body(x, layer):
-            params, cross, cache = layer
-            cached = {"cache": cache, "start": start}
-            return blocks.decoder_block(params, x, cross, **own, cross_mask=cross_mask, settings=settings, **cached)
-
-        x, cached = jax.lax.scan(body, x, (plain(self.layers), cross, cached))
-        return self._last(x), cached
+        layers: list[dict] | None = None,
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """Run T new columns, written at column `start` of the cache; layers as in `Encoder.decode`."""
+        own, stored = {"mask": mask, "bias": self._bias(), "positions": positions, "settings": self.settings}, []
+        for params, old, cross in zip(layers or self.each_layer(), cache.layers, cache.cross, strict=True):
+            x, new = blocks.decoder_block(params, x, cross, **own, cross_mask=cross_mask, cache=old, start=start)
+            stored.append(new)
+        return self._last(x), replace(cache, layers=tuple(stored))
 
     def _scan(self, layers, x, encoded, mask, cross_mask, positions, key):
         own = {"mask": mask, "bias": self._bias(), "positions": positions}

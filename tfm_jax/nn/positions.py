@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from tfm_jax.config import require
-from tfm_jax.nn.layers import param
+from tfm_jax.nn.layers import Embedding, param
 from tfm_jax.ops import (
     ALiBi,
     AttentionBias,
@@ -25,6 +26,7 @@ from tfm_jax.ops import (
     alibi,
     explain_implementation,
     relative_position_bucket,
+    sinusoidal_positions,
 )
 
 OWNERS = {"rope": "rope", "shaw_distance": "shaw", "t5_buckets": "t5", "t5_max_distance": "t5"}
@@ -51,6 +53,33 @@ class ALiBiPositionBias(nnx.Module):
 
     def __call__(self) -> ALiBi:
         return alibi(self.num_heads)
+
+
+def with_positions(
+    x: Float[Array, "B T D"], positions: Int[Array, "#B T"], kind: str, table: Embedding | None
+) -> Float[Array, "B T D"]:
+    """x plus the vectors of its positions, where positions are told by such: sinusoidal, or learned in `table`."""
+    match kind:
+        case "sinusoidal":
+            return x + sinusoidal_positions(positions, x.shape[-1]).astype(x.dtype)
+        case "learned":
+            return x + table(jnp.where(positions < 0, 0, positions))
+        case _:
+            return x
+
+
+def or_counted(positions: Int[Array, "#B T"] | None, tokens: Int[Array, "B T"]) -> Int[Array, "#B T"]:
+    """The positions, or where there are none 0, 1, ... in one row, which holds for all."""
+    return jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
+
+
+def require_length(tokens: Int[Array, "B T"], max_length: int) -> None:
+    """Raise `ValueError` for more tokens than the model accepts."""
+    require(
+        tokens.shape[1] <= max_length,
+        f"the input has {tokens.shape[1]} tokens, the model accepts {max_length}: "
+        "shorten it or build the model with a larger max_length",
+    )
 
 
 def position_bias(config: Any, *, bidirectional: bool, rngs: nnx.Rngs) -> Callable[[], AttentionBias] | None:

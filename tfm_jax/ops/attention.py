@@ -9,10 +9,11 @@ from jaxtyping import Array, Bool, Float, Key
 
 from tfm_jax.ops.biases import AttentionBias, Tile, as_biases
 from tfm_jax.ops.blockwise import Blockwise
+from tfm_jax.ops.cache import Stored
 from tfm_jax.ops.dropout import dropout
 from tfm_jax.ops.kernels import CuDNN, Splash
 from tfm_jax.ops.masks import AttentionMask, Block, as_mask
-from tfm_jax.ops.scores import Request, both, seen_keys, tile_logits, tile_values, tile_visible
+from tfm_jax.ops.scores import Request, both, seen_keys, tile_logits, tile_values, tile_visible, with_biases
 
 Mask = AttentionMask | Bool[Array, "#B #N #T #S"] | None
 Bias = AttentionBias | Float[Array, "#B #N #T #S"] | tuple | list | None
@@ -82,6 +83,36 @@ def attention_weights(
     Arguments and errors are those of `dot_product_attention`.
     """
     return _weights(_request(query, key, None, mask, bias, scale, 0.0, None))[0]
+
+
+def cached_attention(
+    query: Float[Array, "B T N H"],
+    stored: Stored,
+    *,
+    mask: AttentionMask,
+    bias: Bias = None,
+    scale: float | None = None,
+) -> Float[Array, "B T N E"]:
+    """`dot_product_attention` of a few queries over a cache, read in the order in which it is stored.
+
+    What stands in slots that no query sees must be finite, as in a cache it is: clearing it would cost more than the
+    products.
+    """
+    (B, T, N, H), (_, K, _, S) = query.shape, stored.key.shape
+    rows, columns, biases = Block(0, T), Block(0, S), as_biases(bias)
+    mask.check(T, S)
+    query = query.swapaxes(1, 2) * jnp.asarray(H**-0.5 if scale is None else scale, query.dtype)
+    tile = Tile(query, *mask.positions_for_biases(rows, columns))
+    visible = tile_visible(mask, biases, tile, rows, columns, N)
+    grouped = query.reshape(B, K, N // K, T, H)
+    logits = jnp.einsum("BKGTH,BKHS->BKGTS", grouped, stored.key, preferred_element_type=jnp.float32)
+    logits = with_biases(logits.reshape(B, N, T, S), biases, tile)
+    if visible is not None:
+        logits = jnp.where(visible, logits, jnp.finfo(jnp.float32).min)
+    output = tile_values(jax.nn.softmax(logits, axis=-1), stored.value, biases, tile)
+    if visible is not None:
+        output = jnp.where(visible.any(axis=3)[..., None], output, 0.0)
+    return output.swapaxes(1, 2).astype(stored.value.dtype)
 
 
 @dataclass(frozen=True)

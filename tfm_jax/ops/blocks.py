@@ -11,9 +11,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tfm_jax.ops.attention import Implementation
-from tfm_jax.ops.cache import KeyValue, write
+from tfm_jax.ops.cache import KeyValue, Stored
 from tfm_jax.ops.dropout import dropout
-from tfm_jax.ops.multi_head import Bias, Dropout, Mask, Positions, add_bias, attend, head_weights, keys_values
+from tfm_jax.ops.multi_head import (
+    Bias,
+    Dropout,
+    Mask,
+    Positions,
+    add_bias,
+    attend,
+    attend_cached,
+    head_weights,
+    keys_values,
+)
 from tfm_jax.ops.positions import Rotary
 
 ACTIVATIONS = {
@@ -97,15 +107,19 @@ def encoder_block(
     positions: Positions = None,
     settings: BlockSettings,
     key: Dropout = None,
-) -> Float[Array, "B T D"]:
+    cache: Stored | None = None,
+    start: Int[Array, ""] | None = None,
+) -> tuple[Float[Array, "B T D"], Stored | None]:
     """Self-attention and feed-forward, each with residual, norm and dropout (Vaswani et al. 2017, section 3.1).
 
-    bias: of the scores of self-attention. positions: of x (`B T` or `1 T`), for rope; None: 0, 1, ....
+    bias: of the scores of self-attention. positions: of x (`B T` or `1 T`), for rope; None: 0, 1, .... Returns the
+    output and the cache's new content, as `decoder_block` does; with a causal mask this is the block of a decoder that
+    has no encoder.
     params: attention, attention_norm, feed_forward, feed_forward_norm.
     """
     keys = _split(key, 4)
-    x, _ = _self_attention_sublayer(params, x, mask, bias, positions, settings, keys[:2])
-    return _feed_forward_sublayer(params, x, settings, keys[2:])
+    x, cache = _self_attention_sublayer(params, x, mask, bias, positions, settings, keys[:2], cache=cache, start=start)
+    return _feed_forward_sublayer(params, x, settings, keys[2:]), cache
 
 
 def encoder_block_weights(
@@ -127,7 +141,7 @@ def encoder_block_weights(
 def decoder_block(
     params: dict,
     x: Float[Array, "B T D"],
-    cross: KeyValue,
+    cross: KeyValue | Stored,
     *,
     mask: Mask,
     cross_mask: Mask,
@@ -135,22 +149,19 @@ def decoder_block(
     positions: Positions = None,
     settings: BlockSettings,
     key: Dropout = None,
-    cache: KeyValue | None = None,
+    cache: Stored | None = None,
     start: Int[Array, ""] | None = None,
-) -> tuple[Float[Array, "B T D"], KeyValue]:
+) -> tuple[Float[Array, "B T D"], Stored | None]:
     """Causal self-attention, attention to the encoder and feed-forward (Vaswani et al. 2017, section 3.1).
 
     `cross` holds the encoder's output as keys and values of this block (`keys_values(params["cross_attention"], ...)`).
-    Returns the output and the keys and values of self-attention, which are the cache's new content when one is given:
-    its T new columns are written at `start`, and the mask speaks of all its columns. bias and positions as in
-    `encoder_block`; cross-attention knows neither.
+    Returns the output and the cache's new content when one is given: T new columns are written at `start`, and the mask
+    speaks of all columns. bias and positions as in `encoder_block`; cross-attention knows neither.
     params: attention, attention_norm, cross_attention, cross_attention_norm, feed_forward, feed_forward_norm.
     """
     keys = _split(key, 5)
     own_keys = _split(keys[0], 2)
-    x, projected = _self_attention_sublayer(
-        params, x, mask, bias, positions, settings, own_keys, cache=cache, start=start
-    )
+    x, cache = _self_attention_sublayer(params, x, mask, bias, positions, settings, own_keys, cache=cache, start=start)
     h = _enter(params["cross_attention_norm"], x, settings)
     y = attend(
         params["cross_attention"],
@@ -162,7 +173,7 @@ def decoder_block(
         implementation=settings.implementation,
     )
     x = _leave(params["cross_attention_norm"], x, y, settings, keys[2])
-    return _feed_forward_sublayer(params, x, settings, keys[3:]), projected
+    return _feed_forward_sublayer(params, x, settings, keys[3:]), cache
 
 
 def decoder_block_weights(
@@ -186,9 +197,10 @@ def decoder_block_weights(
 def _self_attention_sublayer(params, x, mask, bias, positions, settings, keys, *, cache=None, start=None):
     h = _enter(params["attention_norm"], x, settings)
     turn = {"rope": settings.rope, "positions": positions}
-    projected = keys_values(params["attention"], h, h, **turn)
     if cache is not None:
-        projected = write(cache, projected, start)
+        y, cache = attend_cached(params["attention"], h, cache, start, mask=mask, bias=bias, **turn)
+        return _leave(params["attention_norm"], x, y, settings, keys[1]), cache
+    projected = keys_values(params["attention"], h, h, **turn)
     y = attend(
         params["attention"],
         h,
@@ -200,7 +212,7 @@ def _self_attention_sublayer(params, x, mask, bias, positions, settings, keys, *
         dropout_key=keys[0],
         implementation=settings.implementation,
     )
-    return _leave(params["attention_norm"], x, y, settings, keys[1]), projected
+    return _leave(params["attention_norm"], x, y, settings, keys[1]), None
 
 
 def _feed_forward_sublayer(params, x, settings, keys):

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from tfm_jax.ops.attention import Implementation, attention_weights, dot_product_attention
+from tfm_jax.ops.attention import Implementation, attention_weights, cached_attention, dot_product_attention
 from tfm_jax.ops.biases import AttentionBias, ShawBias
-from tfm_jax.ops.cache import KeyValue
+from tfm_jax.ops.cache import KeyValue, Stored
 from tfm_jax.ops.masks import AttentionMask
 from tfm_jax.ops.positions import Rotary, rotary_embedding
 
@@ -14,6 +14,7 @@ Dropout = Key[Array, ""] | None
 Mask = AttentionMask | Bool[Array, "_ _ _ _"] | None  # one name for masks of different lengths
 Bias = AttentionBias | Float[Array, "_ _ _ _"] | tuple | list | None
 Positions = Int[Array, "_ _"] | None
+FEW_QUERIES = 64
 
 
 def multi_head_attention(
@@ -62,7 +63,7 @@ def keys_values(
 def attend(
     params: dict,
     query: Float[Array, "B T Dq"],
-    projected: KeyValue,
+    projected: KeyValue | Stored,
     *,
     mask: Mask = None,
     bias: Bias = None,
@@ -72,17 +73,46 @@ def attend(
     dropout_key: Dropout = None,
     implementation: str | Implementation = "auto",
 ) -> Float[Array, "B T D"]:
-    """`multi_head_attention` over keys and values that are projected already; rope turns the queries."""
+    """`multi_head_attention` over keys and values that are projected already; rope turns the queries.
+
+    From a cache (`Stored`) a few queries read as it stands, without dropout; more of them, as in the prefill of a long
+    prompt, go through `dot_product_attention`, which chooses for itself.
+    """
+    query_BTNH, bias = _turned(_heads(params, "query", query), rope, positions), _with_shaw(params, bias)
+    dropout = {"dropout_rate": dropout_rate, "dropout_key": dropout_key}
+    return _attended(params, query_BTNH, projected, mask, bias, implementation, **dropout)
+
+
+def attend_cached(
+    params: dict,
+    x: Float[Array, "B T D"],
+    cache: Stored,
+    start: Int[Array, ""],
+    *,
+    mask: Mask,
+    bias: Bias = None,
+    rope: Rotary | None = None,
+    positions: Positions = None,
+) -> tuple[Float[Array, "B T D"], Stored]:
+    """Self-attention of T new columns, written at column `start` of the cache, and the cache that includes them."""
+    if "projections" in params:
+        query, key, value = _fused_heads(params, x)
+    else:
+        query, key, value = (_heads(params, name, x) for name in ("query", "key", "value"))
+    cache = cache.write(KeyValue(_turned(key, rope, positions), value), start)
+    bias = _with_shaw(params, bias)
+    return _attended(params, _turned(query, rope, positions), cache, mask, bias, "auto"), cache
+
+
+def _attended(params, query_BTNH, projected, mask, bias, implementation, **dropout):
     with jax.named_scope("attention"):
-        heads_BTNE = dot_product_attention(
-            _turned(_heads(params, "query", query), rope, positions),
-            *projected,
-            mask=mask,
-            bias=_with_shaw(params, bias),
-            dropout_rate=dropout_rate,
-            dropout_key=dropout_key,
-            implementation=implementation,
-        )
+        if isinstance(projected, Stored) and query_BTNH.shape[1] <= FEW_QUERIES:
+            heads_BTNE = cached_attention(query_BTNH, projected, mask=mask, bias=bias)
+        elif isinstance(projected, Stored):
+            heads_BTNE = dot_product_attention(query_BTNH, *projected.projected, mask=mask, bias=bias)
+        else:
+            arrays, options = (query_BTNH, *projected), {"mask": mask, "bias": bias, "implementation": implementation}
+            heads_BTNE = dot_product_attention(*arrays, **options, **dropout)
     return add_bias(jnp.einsum("BTNE,NED->BTD", heads_BTNE, params["output"]), params.get("output_bias"))
 
 
@@ -99,6 +129,28 @@ def head_weights(
     """The attention weights that `attend` applies, whatever its implementation."""
     query_BTNH = _turned(_heads(params, "query", query), rope, positions)
     return attention_weights(query_BTNH, projected.key, mask=mask, bias=_with_shaw(params, bias))
+
+
+def fused(params: dict) -> dict:
+    """The parameters of a self-attention, its three projections as one matrix too: for few tokens one product costs a
+    step less than three."""
+    names = ("query", "key", "value")
+    flat = {name: params[name].reshape(params[name].shape[0], -1) for name in names}
+    joined = {"projections": jnp.concatenate([flat[name] for name in names], axis=1)}
+    if "query_bias" in params:
+        joined["projections_bias"] = jnp.concatenate([params[f"{name}_bias"].reshape(-1) for name in names])
+    return params | joined
+
+
+def _fused_heads(params, x):
+    """Query `B T N H`, key `B T K H` and value `B T K E` by the one matrix that `fused` made."""
+    joined = add_bias(x @ params["projections"], params.get("projections_bias"))
+    shapes = [params[name].shape[1:] for name in ("query", "key", "value")]
+    ends = [0]
+    for N, H in shapes:
+        ends.append(ends[-1] + N * H)
+    parts = (joined[..., start:end] for start, end in zip(ends[:-1], ends[1:], strict=True))
+    return [part.reshape(*x.shape[:2], *shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def add_bias(x: Float[Array, "B T D"], bias: Float[Array, "D"] | None) -> Float[Array, "B T D"]:

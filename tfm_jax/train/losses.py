@@ -159,3 +159,22 @@ class TextToText:
             batch["weights"],
             label_smoothing=self.label_smoothing,
         )
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """Decoder-only models: each token is predicted from those before it in its segment."""
+
+    model: Model
+    label_smoothing: float = 0.0
+
+    def __call__(self, params: dict, batch: dict[str, Any], key: Key[Array, ""] | None) -> Sums:
+        """As `TextToText`, for a batch without a source."""
+        inputs = {name: batch[name] for name in ("segment_ids", "positions") if name in batch}
+        return linear_cross_entropy(
+            self.model.features(params, batch["tokens"], key=key, **inputs),
+            self.model.output_layer(params),
+            batch["targets"],
+            batch["weights"],
+            label_smoothing=self.label_smoothing,
+        )
