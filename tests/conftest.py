@@ -7,9 +7,12 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
 os.environ["MPLBACKEND"] = "Agg"
 
+import gc
+
 import hypothesis
 import jax
 import jaxtyping
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -19,3 +22,11 @@ jaxtyping.install_import_hook("tfm_jax", "beartype.beartype")
 # No deadline: the first example of a shape compiles. Derandomized: a failure is the change's, not luck's.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("tests")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_of_one_file():
+    """A process may map 65,530 pieces of memory, and thousands of compiled programs take more."""
+    yield
+    jax.clear_caches()
+    gc.collect()
