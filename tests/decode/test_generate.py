@@ -24,6 +24,7 @@ from tfm_jax.decode.sampling import Sampling, filtered
 from tfm_jax.models import Model, build
 from tfm_jax.models.gpt import GPT, GPTConfig
 from tfm_jax.models.transformer import Dropout, Transformer, TransformerConfig
+from tfm_jax.ops import multi_head
 
 V, B, S, P, T = 13, 7, 5, 4, 6
 PAD, EOS, BOS, OTHER_EOS = 0, 1, 2, 3
@@ -378,6 +379,16 @@ def test_the_stages_of_the_cache_change_nothing(monkeypatch):
     assert_same(found, whole)
 
 
+@pytest.mark.parametrize("family", BOTH)
+def test_long_prompts_and_many_beams_read_the_cache_as_few_queries_do(family, monkeypatch):
+    """Beyond a number of queries the cache is read through the door that whole sequences go through."""
+    monkeypatch.setattr(multi_head, "FEW_QUERIES", 1)
+    one, settings = task(family), replace(BEAM, length_penalty=0.7)  # another key than any test's
+    found = run(one, settings)
+    assert_is_plain_beam(found, one, settings)
+    assert_is_rescored(found, one, settings)
+
+
 def test_a_long_output_passes_the_stages_there_are():
     """20 new tokens: one stage ends at 16."""
     config = replace(task("gpt").model.config, max_length=29)
@@ -683,3 +694,8 @@ def test_outputs_of_other_models_are_those_of_transformers_too(kind):
     for seed in (1, 2):
         for name, expected in maker().run(kind, seed).items():
             assert_is_that_of_transformers(kind, name, seed, expected)
+
+
+def test_a_normalization_that_nobody_knows_is_refused_when_built():
+    with pytest.raises(ValueError, match="normalization is 'marian': one of .*fairseq"):
+        SampleSettings(3, (EOS,), PAD, normalization="marian")

@@ -172,6 +172,8 @@ def test_a_draw_depends_on_its_row_and_key_alone(rows):
         ({"top_p": math.nan}, "top_p is nan"),
         ({"min_p": 1.5}, "min_p is 1.5"),
         ({"min_p": math.nan}, "min_p is nan"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 10**22}, "seed is 10000000000000000000000"),
     ],
 )
 def test_values_without_meaning_are_refused(change, message):

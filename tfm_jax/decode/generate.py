@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tfm_jax.config import require
-from tfm_jax.decode.beam import BeamSettings, Hypotheses, beam_search, is_eos, require_eos, scores_of
+from tfm_jax.decode.beam import PENALTIES, BeamSettings, Hypotheses, beam_search, is_eos, require_eos, scores_of
 from tfm_jax.decode.constraints import Constraints, History, constrained
 from tfm_jax.decode.sampling import GREEDY, Sampling, draw
 from tfm_jax.decode.top import best_of_rows
@@ -56,6 +56,7 @@ class SampleSettings:
     def __post_init__(self):
         require(self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}: at least 1 is needed")
         require_eos(self.eos_ids)
+        require(self.normalization in PENALTIES, f"normalization is {self.normalization!r}: one of {[*PENALTIES]}")
 
 
 @functools.partial(jax.jit, static_argnames=("model", "settings"))

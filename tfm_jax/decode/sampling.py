@@ -31,6 +31,7 @@ class Sampling:
         require(self.top_k is None or self.top_k >= 1, f"top_k is {self.top_k}: at least 1, or None for all tokens")
         require(0.0 <= self.top_p <= 1.0, f"top_p is {self.top_p}: it lies in [0, 1]")
         require(0.0 <= self.min_p <= 1.0, f"min_p is {self.min_p}: it lies in [0, 1]")
+        require(0 <= self.seed < 2**32, f"seed is {self.seed}: a number from 0 to 2**32 - 1 is expected")
 
 
 GREEDY = Sampling(temperature=0.0)
