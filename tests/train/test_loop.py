@@ -22,6 +22,7 @@ from tfm_jax.config import Mesh
 from tfm_jax.data.sources import ParallelText
 from tfm_jax.decode.text import translate
 from tfm_jax.models import build
+from tfm_jax.models.gpt import GPTConfig
 from tfm_jax.sharding import make_mesh
 from tfm_jax.train import loop
 from tfm_jax.train.checkpoint import Checkpoints
@@ -215,6 +216,14 @@ def test_another_configuration_is_refused_by_its_fields(whole):
         assert line in str(refusal.value)
     assert "run_dir:" not in str(refusal.value) and "train.epochs" not in str(refusal.value)
     assert (whole.directory / "config.json").read_bytes() == before
+
+
+def test_a_model_without_an_encoder_is_refused_before_anything_is_written(tmp_path):
+    run = tiny_run(tmp_path / "run", steps=2)
+    decoder = GPTConfig(260, max_length=24, d_model=8, d_ff=12, num_heads=2, num_layers=1)
+    with pytest.raises(ValueError, match="'gpt' model has no encoder: .*LanguageModel"):
+        fit(replace(run, model=decoder))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_directory_of_something_else_is_refused(tmp_path):

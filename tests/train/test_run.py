@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from tfm_jax.config import to_dict
 from tfm_jax.data.tokenizer import Tokenizer
 from tfm_jax.models import build
 from tfm_jax.train import loop
-from tfm_jax.train.run import load, open_run, read_config, write_result
+from tfm_jax.train.run import check_run, load, open_run, read_config, write_result
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +122,15 @@ def test_an_unknown_field_is_refused_by_its_name(copy, part, said):
     edit(copy, add)
     with pytest.raises(ValueError, match=said):
         load(copy)
+
+
+def test_a_run_older_than_a_field_is_continued(copy):
+    """The field has there the value it has by default, and any other is a difference."""
+    run = read_config(copy)
+    edit(copy, lambda values: [values["decode"].pop(name) for name in ("nbest", "normalization")])
+    check_run(replace(run, run_dir=str(copy)))
+    with pytest.raises(ValueError, match="decode.normalization: 'gnmt', 'fairseq'"):
+        check_run(replace(run, run_dir=str(copy), decode=replace(run.decode, normalization="gnmt")))
 
 
 def test_parameters_of_another_model_are_refused(copy):

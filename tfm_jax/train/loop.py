@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from tfm_jax import config
+from tfm_jax.config import require
 from tfm_jax.data.batches import Batches, encode_pairs, stream
 from tfm_jax.data.sources import ParallelText
 from tfm_jax.data.tokenizer import Tokenizer
@@ -43,6 +44,11 @@ def fit(run: config.Run, *, train: ParallelText, validation: ParallelText) -> Fi
     # may the run stand where it is wanted, on these devices?
     check_run(run)
     mesh, model = make_mesh(run.mesh), build(run.model)
+    require(
+        hasattr(model.module, "encode"),
+        f"fit trains encoder-decoders on sentence pairs, and a {run.model.family!r} model has no encoder: "
+        "train it with train.step.train_step and the objective train.losses.LanguageModel",
+    )
     abstract = abstract_state(model, run.optimizer, mesh)
 
     # text to vocabulary to batches; what is wrong with it is found before anything is written

@@ -46,7 +46,8 @@ def check_run(run: config.Run) -> None:
     """
     directory, path = Path(run.run_dir), Path(run.run_dir) / "config.json"
     if path.exists():
-        ours, theirs = (_without_place(d) for d in (config.to_dict(run), json.loads(path.read_text())))
+        # read as a configuration: a field that is younger than the run has there the value it has by default
+        ours, theirs = (_without_place(config.to_dict(each)) for each in (run, read_config(directory)))
         if lines := config.differences(ours, theirs):
             raise ValueError(
                 f"{directory} holds a run with another configuration (field: asked for, there):\n  "
