@@ -13,7 +13,8 @@ import numpy as np
 import tyro
 
 from tfm_jax.config import Data, Decode, Optimizer, Run, Train
-from tfm_jax.data.synthetic import LANGUAGES, dates, language_of
+from tfm_jax.data.sources import read_splits
+from tfm_jax.data.synthetic import LANGUAGES, language_of
 from tfm_jax.models.transformer import Dropout, TransformerConfig
 from tfm_jax.train.evaluate import conclude
 from tfm_jax.train.loop import fit
@@ -31,18 +32,25 @@ CONFIG = Run(
         num_decoder_layers=2,
         dropout=Dropout(embedding=0.05, residual=0.05, attention=0.0, feed_forward=0.0),
     ),
-    data=Data(tokenizer="bpe", max_length=64, tokens_per_batch=4096, num_buckets=4),
+    data=Data(
+        format="dates",
+        train_source="60000",
+        validation_source="1000",
+        test_source="2500",
+        tokenizer="bpe",
+        max_length=64,
+        tokens_per_batch=4096,
+        num_buckets=4,
+    ),
     optimizer=Optimizer(learning_rate=3e-3, warmup_steps=200, clip_norm=1.0),
     train=Train(steps=600, label_smoothing=0.1, checkpoint_every=100, keep_last=3, final="average"),
     decode=Decode(beams=4, length_penalty=1.0, max_new_tokens=16),
 )
-TRAIN, VALIDATION, TEST = 60_000, 1_000, 2_500
 
 
 def main(config: Run[TransformerConfig]) -> None:
     """Train, read the test dates, score each language."""
-    config.data.refuse("dir", "train_source", "validation_source", "test_source")
-    splits = dates(train=TRAIN, validation=VALIDATION, test=TEST, seed=config.data.seed)
+    splits = read_splits(config.data)
     fitted = fit(config, train=splits["train"], validation=splits["validation"])
     test = splits["test"]
     scores, outputs = conclude(fitted, test)

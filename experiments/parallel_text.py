@@ -4,17 +4,18 @@
         --data.validation-source dev.en --data.validation-target dev.de --run-dir runs/mine
     python -m tfm_jax translate --run runs/mine < some.en > some.de
 
-Files hold one sentence a line, UTF-8, plain or .gz. Without validation files, the last 1,000 pairs of the training text
-(at most a tenth of it) are held out for validation. With --data.test-source and --data.test-target the scores in
-result.json are for those, else for the validation text. As it stands the model is small and trains for 30 minutes: on
-two CPU cores and 30,000 short sentences that gives translations one can read. For more text use a larger model
-(--model.d-model ...) and more time (--train.max-minutes).
+Files hold one sentence a line, UTF-8, plain, .gz, .xz or FILE.zip/MEMBER. --data.format tsv or jsonl reads both sides
+from one file (--data.features de en), --data.format tfds from a data set of TensorFlow Datasets. Without a validation
+text, the last 1,000 pairs of the training text (at most a tenth of it) are held out. With a test text
+(--data.test-source) the scores in result.json are for that, else for the validation text. As it stands the model is
+small and trains for 30 minutes: on two CPU cores and 30,000 short sentences that gives translations one can read. For
+more text use a larger model (--model.d-model ...) and more time (--train.max-minutes).
 """
 
 import tyro
 
 from tfm_jax.config import Data, Decode, Optimizer, Run, Train
-from tfm_jax.data.sources import ParallelText, read_parallel
+from tfm_jax.data.sources import read_splits
 from tfm_jax.models.transformer import Dropout, TransformerConfig
 from tfm_jax.train.evaluate import conclude
 from tfm_jax.train.loop import fit
@@ -41,27 +42,13 @@ CONFIG = Run(
 )
 
 
-def read(data: Data) -> tuple[ParallelText, ParallelText, ParallelText]:
-    """Training, validation and test pairs, as the configuration names them."""
-    data.refuse("dir")
-    if not data.train_source:
-        raise SystemExit("give the training text: --data.train-source FILE --data.train-target FILE")
-    train = read_parallel(data.train_source, data.train_target)
-    if data.validation_source:
-        validation = read_parallel(data.validation_source, data.validation_target)
-    else:
-        if len(train) < 10:
-            raise SystemExit("too few pairs to hold some out for validation: give --data.validation-source and -target")
-        train, validation = train.split(len(train) - min(1_000, len(train) // 10))
-    test = read_parallel(data.test_source, data.test_target) if data.test_source else validation
-    return train, validation, test
-
-
 def main(config: Run[TransformerConfig]) -> None:
     """Train, translate the test text, score it."""
-    train, validation, test = read(config.data)
-    fitted = fit(config, train=train, validation=validation)
-    scores, _ = conclude(fitted, test)
+    if not config.data.train_source:
+        raise SystemExit("give the training text: --data.train-source FILE --data.train-target FILE")
+    splits = read_splits(config.data)
+    fitted = fit(config, train=splits["train"], validation=splits["validation"])
+    scores, _ = conclude(fitted, splits["test"])
     print(f"\n{write_result(fitted.directory, fitted.summary | scores)}: {scores['bleu']:.2f} BLEU")
 
 

@@ -10,11 +10,23 @@ import textwrap
 import pytest
 import tyro
 
-from tfm_jax.config import Data, Decode, Mesh, Optimizer, Run, Train, differences, from_dict, to_dict, to_json
+from tfm_jax.config import (
+    Corruption,
+    Data,
+    Decode,
+    Mesh,
+    Optimizer,
+    Run,
+    Train,
+    differences,
+    from_dict,
+    to_dict,
+    to_json,
+)
 from tfm_jax.models import family
 from tfm_jax.models.transformer import Dropout, TransformerConfig
 
-SECTIONS = (Run, TransformerConfig, Dropout, Train, Data, Optimizer, Decode, Mesh)
+SECTIONS = (Run, TransformerConfig, Dropout, Train, Data, Corruption, Optimizer, Decode, Mesh)
 
 
 def run(**changes):
@@ -26,7 +38,16 @@ def run(**changes):
         "model": model,
         "train": Train(epochs=3, max_minutes=2.5, patience=7, final="average"),
         "run_dir": "runs/x",
-        "data": Data(dir="données", tokenizer="word_bpe", tokens_per_batch=701),
+        "data": Data(
+            format="jsonl",
+            dir="données",
+            features=("text", "übersetzung.de"),
+            tokenizer="word_bpe",
+            merges=3,
+            tokens_per_batch=701,
+            rows_multiple=6,
+            corruption=Corruption(rate=0.25),
+        ),
         "optimizer": Optimizer(schedule="constant", clip_norm=0.5),
         "decode": Decode(beams=3, early_stopping=False),
         "mesh": Mesh(data=2, model=3),
@@ -132,11 +153,35 @@ def model(**changes):
     return TransformerConfig(**{"vocab_size": 23, "d_model": 12, "num_heads": 3} | changes)
 
 
+PAIR = {"train_source": "a", "train_target": "b"}
+LABELLED = {"format": "tsv", "features": ("s",), "label": "l"}
 REFUSED = [
     *((Mesh, {name: 0}, [f"mesh.{name}", "0"]) for name in ("data", "fsdp", "model")),
     (Mesh, {"data": -2}, ["mesh.data", "-2"]),
     (Data, {"max_length": 1}, ["data.max_length", "1", "2"]),
-    (Data, {"num_buckets": 0}, ["data.num_buckets", "0"]),
+    *((Data, {name: 0}, [f"data.{name}", "0"]) for name in ("num_buckets", "rows_multiple")),
+    *((Data, {name: -1}, [f"data.{name}", "-1"]) for name in ("workers", "seed")),
+    (Data, {"batching": "packed", "rows_multiple": 17}, ["4096", "256", "data.rows_multiple", "17"]),
+    (Data, {"format": "tsv"}, ["data.features", "one or two", "tsv"]),
+    (Data, {"format": "jsonl", "features": ("a", "b", "c")}, ["data.features", "one or two", "jsonl"]),
+    (Data, {"features": ("a",)}, ["data.features", "none", "text"]),
+    (Data, {"label": "a"}, ["data.label", "a", "text"]),
+    (Data, {"format": "tfds", "features": ("a",)}, ["data.dataset", "tfds"]),
+    (Data, {"dataset": "glue/sst2"}, ["data.dataset", "glue/sst2", "text"]),
+    (Data, {"format": "dates", "dir": "x"}, ["data.dir", "x", "dates"]),
+    (Data, {"format": "dates", "documents": "file"}, ["data.documents", "file"]),
+    (Data, PAIR | {"documents": "paragraphs"}, ["data.documents", "paragraphs"]),
+    (Data, PAIR | {"corruption": Corruption("mask")}, ["data.corruption.name", "mask", "pairs"]),
+    (Data, PAIR | {"batching": "blocks"}, ["data.batching", "blocks", "packed"]),
+    (Data, PAIR | {"too_long": "split"}, ["data.too_long", "split", "drop"]),
+    (Data, PAIR | {"merges": 5}, ["data.merges", "5", "word_bpe", "bpe"]),
+    (Data, LABELLED | {"batching": "packed"}, ["data.label", "l", "buckets"]),
+    (Data, LABELLED | {"corruption": Corruption("spans")}, ["data.label", "l", "none"]),
+    *((Corruption, {"rate": rate}, ["data.corruption.rate", str(rate)]) for rate in (0.0, 1.0, float("nan"))),
+    (Corruption, {"mean_span": 0.5}, ["data.corruption.mean_span", "0.5"]),
+    (Corruption, {"masked": 0.8, "random": 0.3}, ["data.corruption.masked", "0.8", "0.3"]),
+    (Corruption, {"masked": -0.1}, ["data.corruption.masked", "-0.1"]),
+    (Corruption, {"sentinels": 0}, ["data.corruption.sentinels", "0"]),
     (Data, {"max_length": 307, "tokens_per_batch": 293}, ["data.tokens_per_batch", "293", "data.max_length", "307"]),
     (Optimizer, {"learning_rate": 0.0}, ["optimizer.learning_rate", "0.0"]),
     (Optimizer, {"learning_rate": -0.5}, ["optimizer.learning_rate", "-0.5"]),
@@ -167,6 +212,7 @@ REFUSED = [
     (model, {"norm_eps": 0.0}, ["model.norm_eps", "0.0"]),
     (model, {"d_model": 10}, ["10", "3", "d_k"]),
     (run, {"data": Data(max_length=302)}, ["data.max_length", "302", "model.max_length", "301"]),
+    (run, {"mesh": Mesh(data=4)}, ["mesh.data x mesh.fsdp", "4", "data.rows_multiple", "6"]),
     (run, {"decode": Decode(max_new_tokens=303)}, ["decode.max_new_tokens", "303", "model.max_length", "301"]),
 ]
 
@@ -248,13 +294,22 @@ def test_command_line_help_shows_every_field(capsys):
 
 
 @pytest.mark.parametrize("part", ["train", "validation", "test"])
-def test_a_source_needs_its_target(part):
-    for side in ("source", "target"):
-        with pytest.raises(ValueError, match=f"data.{part}_source.*data.{part}_target.*both files or neither"):
-            Data(**{f"{part}_{side}": "file"})
+def test_a_target_needs_its_source(part):
+    with pytest.raises(ValueError, match=f"data.{part}_source is '', data.{part}_target 'file'.*both files or neither"):
+        Data(**{f"{part}_target": "file"})
 
 
-def test_what_an_experiment_does_not_read_is_refused():
-    Data().refuse("dir", "train_source")
-    with pytest.raises(ValueError, match="data.dir is 'folder', but this experiment does not read it"):
-        Data(dir="folder").refuse("train_source", "dir")
+@pytest.mark.parametrize("part", ["validation", "test"])
+def test_every_text_has_as_many_sides_as_the_training_text(part):
+    with pytest.raises(ValueError, match=f"data.{part}_source is 'c', data.{part}_target ''.*two sides"):
+        Data(**PAIR, **{f"{part}_source": "c"})
+    with pytest.raises(ValueError, match=f"data.{part}_source is 'c', data.{part}_target 'd'.*one side"):
+        Data(train_source="a", **{f"{part}_source": "c", f"{part}_target": "d"})
+    with pytest.raises(ValueError, match="'d'.*format 'tsv' has both sides in one"):
+        Data(format="tsv", features=("1", "2"), **{f"{part}_source": "c", f"{part}_target": "d"})
+
+
+def test_how_many_texts_an_example_has():
+    sides = lambda **fields: Data(**fields).sides  # noqa: E731
+    assert sides() == 1 and sides(**PAIR) == sides(format="dates") == sides(format="tsv", features=("1", "2")) == 2
+    assert sides(format="tsv", features=("1", "2"), label="3") == sides(**LABELLED) == 1

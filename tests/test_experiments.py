@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import tyro
 
-from experiments import dates, multi30k, parallel_text
+from experiments import dates, multi30k, multi30k_bpe, parallel_text
 from tfm_jax.config import Run
+from tfm_jax.data.sources import read_splits
 from tfm_jax.models.transformer import TransformerConfig
 from tfm_jax.train import evaluate, loop
 from tfm_jax.train.run import load
@@ -19,10 +20,10 @@ from tfm_jax.train.run import load
 EXPERIMENTS = {"dates": dates, "multi30k": multi30k, "parallel_text": parallel_text}
 SMALL = """
 --train.steps 2 --train.log-every 1 --model.d-model 8 --model.d-ff 8 --model.num-heads 2 --model.num-encoder-layers 1
---model.num-decoder-layers 1 --data.num-buckets 1 --decode.beams 1 --decode.max-new-tokens 9
+--model.num-decoder-layers 1 --data.num-buckets 1 --data.rows-multiple 1 --decode.beams 1 --decode.max-new-tokens 9
 """
 BYTES = "--model.vocab-size 260 --model.max-length 128 --data.max-length 128 --data.tokens-per-batch 256"
-FITTED = {"steps", "train_seconds", "tokens_per_second", "parameters", "validation_loss", "dropped_pairs"}
+FITTED = {"steps", "train_seconds", "tokens_per_second", "parameters", "validation_loss", "dropped_examples"}
 PAIRS = [
     ("a dog runs .", "ein hund rennt ."),
     ("two men sit .", "zwei männer sitzen ."),
@@ -69,10 +70,9 @@ def no_alignments(monkeypatch):
     monkeypatch.setattr(evaluate, "plot_alignments", lambda *_, **__: None)
 
 
-def test_dates(tmp_path, monkeypatch, no_alignments):
-    for name, size in {"TRAIN": 60, "VALIDATION": 20, "TEST": 90}.items():
-        monkeypatch.setattr(dates, name, size)
-    arguments = "--model.vocab-size 500 --data.tokens-per-batch 256"
+def test_dates(tmp_path, no_alignments):
+    sizes = "--data.train-source 60 --data.validation-source 20 --data.test-source 90"
+    arguments = f"--model.vocab-size 500 --data.tokens-per-batch 256 {sizes}"
     result = run(dates, tmp_path / "run", arguments)
     assert set(result) >= {"exact_match", "exact_match_by_language", "examples"}
     assert 0.0 <= result["exact_match"] <= 1.0 and result["examples"] == 90
@@ -87,7 +87,7 @@ def test_multi30k(tmp_path, no_alignments):
             path = tmp_path / "data" / "tok" / f"{name}.lc.norm.tok.{language}.gz"
             path.parent.mkdir(parents=True, exist_ok=True)
             write(path, [pair[side] for pair in pairs], open=gzip.open)
-    result = run(multi30k, tmp_path / "run", f"--data.dir {tmp_path / 'data'} --model.vocab-size 97")
+    result = run(multi30k, tmp_path / "run", f"--data.dir {tmp_path / 'data'} --data.merges 13 --model.vocab-size 97")
     assert set(result) >= {"bleu", "bleu_signature", "chrf", "exact_match"}
     assert 0.0 <= result["bleu"] <= 100.0 and "tok:none" in result["bleu_signature"]
     assert len(lines_of(tmp_path / "run" / "hypotheses.txt")) == 3
@@ -98,7 +98,7 @@ def test_multi30k_without_its_data_says_what_to_give(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="--data.dir DIR"):
         multi30k.main(multi30k.CONFIG)
     with pytest.raises(FileNotFoundError, match="train.lc.norm.tok.en.gz"):
-        multi30k.read(str(tmp_path), "train")
+        multi30k.main(replace(multi30k.CONFIG, data=replace(multi30k.CONFIG.data, dir=str(tmp_path))))
     assert not os.listdir()
 
 
@@ -121,12 +121,12 @@ def test_parallel_text_without_training_text_says_what_to_give(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="--data.train-source FILE --data.train-target FILE"):
         parallel_text.main(parallel_text.CONFIG)
-    # one side alone is found when the configuration is built
-    with pytest.raises(SystemExit):
-        tyro.cli(Run[TransformerConfig], default=parallel_text.CONFIG, args=["--data.train-source", "some.en"])
-    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert "data.train_source is 'some.en', data.train_target '': give both files or neither" in said
-    assert not os.listdir()
+    # one side alone has no translations to learn from
+    write(tmp_path / "some.en", ["a text"] * 20)
+    config = parallel_text.CONFIG
+    with pytest.raises(ValueError, match="has an encoder, and this data has no source"):
+        parallel_text.main(replace(config, data=replace(config.data, train_source="some.en", num_buckets=1)))
+    assert os.listdir() == ["some.en"]
 
 
 def parallel_config(tmp_path, source, arguments=""):
@@ -140,14 +140,14 @@ def parallel_config(tmp_path, source, arguments=""):
 def test_parallel_text_holds_out_the_end_of_the_training_text(tmp_path):
     lines = [f"line {i}" for i in range(30)]
     data = parallel_config(tmp_path, lines).data
-    train, validation, test = parallel_text.read(data)
+    train, validation, test = read_splits(data).values()
     assert (train.source, validation.source, test) == (lines[:27], lines[27:], validation)
-    assert validation.first_line == 28
-    train, validation, test = parallel_text.read(
+    assert validation.where(0) == f"{tmp_path / 'data' / 'source'}:28"
+    train, validation, test = read_splits(
         parallel_config(
             tmp_path, lines, f"--data.test-source {tmp_path}/data/target --data.test-target {tmp_path}/data/source"
         ).data
-    )
+    ).values()
     assert test.source == lines[::-1] and test.target == lines and len(validation) == 3
 
 
@@ -172,11 +172,28 @@ def test_parallel_text_that_is_too_long_to_score_does_not_cost_the_training(tmp_
         assert (tmp_path / "run" / "result.json").exists()
 
 
-@pytest.mark.parametrize("name, option", [("dates", "dir"), ("multi30k", "train_source"), ("parallel_text", "dir")])
-def test_files_that_an_experiment_does_not_read_are_refused(name, option, tmp_path, monkeypatch):
+def test_dates_are_made_and_read_no_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    data = {option: "x"} | ({"train_target": "x"} if option == "train_source" else {})
-    config = replace(EXPERIMENTS[name].CONFIG, data=replace(EXPERIMENTS[name].CONFIG.data, **data))
-    with pytest.raises(ValueError, match=f"data.{option} is 'x', but this experiment does not read it"):
-        EXPERIMENTS[name].main(config)
+    with pytest.raises(SystemExit):
+        tyro.cli(Run[TransformerConfig], default=dates.CONFIG, args=["--data.dir", "x"])
+    assert "data.dir is 'x', but dates are made, not read" in " ".join(
+        capsys.readouterr().err.replace("│", " ").split()
+    )
     assert not os.listdir()
+
+
+def test_the_files_of_the_published_vocabulary_are_written_and_compared(tmp_path, capsys):
+    """Of another text they are not the published ones, and it says so; those of the text itself need the data."""
+    for name in multi30k_bpe.TEXTS.values():
+        for side, language in enumerate(("en", "de")):
+            path = tmp_path / "data" / "tok" / f"{name}.lc.norm.tok.{language}.gz"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path, [pair[side] for pair in PAIRS * 2], open=gzip.open)
+    config = replace(multi30k_bpe.CONFIG, dir=str(tmp_path / "data"), out=str(tmp_path / "out"), merges=3)
+    multi30k_bpe.main(config)
+    assert "0 of 7 files" in capsys.readouterr().out
+    assert (tmp_path / "out" / "code").read_text().startswith("#version: 0.2\n")
+    lines = lines_of(tmp_path / "out" / "train.bpe.de")
+    assert [line.replace("@@ ", "") for line in lines] == [pair[1] for pair in PAIRS * 2]
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["entries"] < 60 and set(result.values()) == {result["entries"], False}

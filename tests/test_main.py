@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,12 +18,15 @@ from tests.train.killed_run import TRAIN, VALIDATION, tiny_run
 from tfm_jax import __main__ as command_line
 from tfm_jax import equivalence
 from tfm_jax.config import Data, Decode, Run, Train
+from tfm_jax.data.batches import make_batches, make_tokenizer
+from tfm_jax.data.sources import read_split
+from tfm_jax.data.tokenizer import Tokenizer
 from tfm_jax.decode.text import BLANK, Output, complete, translate
 from tfm_jax.equivalence_cases import Case
 from tfm_jax.ops.attention import IMPLEMENTATIONS
 from tfm_jax.train import loop
 from tfm_jax.train.checkpoint import save_params
-from tfm_jax.train.run import PARAMETERS, load, open_run
+from tfm_jax.train.run import PARAMETERS, load, open_run, read_config_file
 
 ROOT = Path(__file__).parents[1]
 
@@ -300,6 +304,93 @@ def test_all_implementations_are_equal(tmp_path):
     kept = json.loads((ROOT / "experiments" / "results" / "equivalence.json").read_text())
     found = json.loads((tmp_path / "rows.json").read_text())
     assert [row | {"error": 0} for row in found] == [row | {"error": 0} for row in kept]
+
+
+# --- data ---
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A configuration written by hand; the target is what every second letter of the source leaves."""
+    source = ["abcdefghi"[: 1 + i % 7] for i in range(31)]
+    (tmp_path / "in").write_text("".join(f"{line}\n" for line in source))
+    (tmp_path / "out").write_text("".join(f"{line[::2]}\n" for line in source))
+    data = {"dir": str(tmp_path), "train_source": "in", "train_target": "out", "tokenizer": "bytes"}
+    sizes = {"max_length": 11, "tokens_per_batch": 44, "rows_multiple": 2, "num_buckets": 2}
+    model = {"family": "transformer", "vocab_size": 300, "max_length": 11}
+    run = {"model": model, "train": {"steps": 1}, "run_dir": "nowhere", "decode": {"max_new_tokens": 7}}
+    (tmp_path / "mine.json").write_text(json.dumps(run | {"data": data | sizes}))
+    return tmp_path / "mine.json"
+
+
+def test_data_prints_what_a_model_sees(written, call):
+    """Lengths of 28 lines and 3 that are held out, by hand; padding as counted in an epoch; rows; a picture."""
+    code, out = call("data", "--config", written, "--batches", 2, "--rows", 1, "--seconds", 0)
+    shown = out.decode()
+    assert code == 0
+    assert (
+        f"train: {written.parent / 'in'}, {written.parent / 'out'}\n  28 examples made of 28 read, 232 tokens\n"
+        in shown
+    )
+    assert re.search(r"source +140 +5\.0 +5\.0 +8\.0 +8\n", shown)  # 4 x (2 + 3 + ... + 8)
+    assert re.search(r"target +92 +3\.3 +3\.0 +5\.0 +5\n", shown)  # 4 x (2 + 2 + 3 + 3 + 4 + 4 + 5)
+    assert re.search(r"validation and test: .*, from line 29\n  3 examples made of 3 read, 16 tokens\n", shown)
+    run = read_config_file(written)
+    train = read_split(run.data, "train")
+    batches = make_batches(run.data, train, make_tokenizer(run.data, train, vocab_size=300), vocab_size=300)
+    cells = tokens = 0
+    for step in range(batches.steps_per_epoch):
+        for name in ("segment_ids", "source_segment_ids"):
+            cells, tokens = cells + batches[step][name].size, tokens + (batches[step][name] > 0).sum()
+    assert tokens == 232
+    assert f"{batches.steps_per_epoch} updates an epoch, {1 - tokens / cells:.1%} padding\n" in shown
+    assert re.search(r"\(threads\) delivers [0-9,]+ tokens/s", shown)
+    rows = re.findall("^row 0.*\n  source +(.*) </s>\n  target +(.*) </s>$", shown, re.MULTILINE)
+    assert len(rows) == 2 and all(source[::2] == target for source, target in rows)
+    assert max(map(len, shown.replace(str(written.parent), "").split("\n"))) < 110
+    assert (written.parent / "data.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_data_takes_the_vocabulary_of_the_run(written, call, tmp_path):
+    """And the directory of the run for its configuration; that vocabulary knows two letters."""
+    run = shutil.copytree(written.parent, tmp_path / "run")
+    (run / "mine.json").rename(run / "config.json")
+    tokenizer = Tokenizer.train(["ab"], kind="characters", vocab_size=300)
+    tokenizer.save(run / "tokenizer.json")
+    code, out = call("data", "--config", run, "--batches", 0, "--seconds", 0, "--png", tmp_path / "x.png")
+    assert code == 0
+    assert out.decode().startswith(f"vocabulary: {tokenizer.vocab_size} entries, {run / 'tokenizer.json'}\n\ntrain: ")
+    # of 4 x (1 + 2 + ... + 7) letters 28 are a and 24 b, of 4 x (1 + 1 + 2 + 2 + 3 + 3 + 4) 28 are a
+    assert f"unknown tokens: {60 / 112:.2%} of the first text, {36 / 64:.2%} of the second\n" in out.decode()
+    assert (tmp_path / "x.png").exists() and not (run / "data.png").exists() and b"row 0" not in out
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (None, "No such file"),
+        ("{", "is not JSON"),
+        ("[]", "model.family is missing"),
+        ('{"model": {"family": "transformer", "vocab_size": 300}}', "missing fields"),
+        ('{"model": {"family": "transformer", "depth": 3}}', "unknown fields"),
+    ],
+)
+def test_a_configuration_that_is_none_is_said_in_a_line(call, tmp_path, content, said):
+    path = tmp_path / "mine.json"
+    if content is not None:
+        path.write_text(content)
+    code, out = call("data", "--config", path)
+    assert code.startswith("error: ") and said in code and "\n" not in code and out == b""
+
+
+def test_what_data_cannot_do_is_said_before_the_work(written, call):
+    for arguments, said in [
+        (["--rows", "-1"], "batches, rows are 2, -1"),
+        (["--png", written.parent / "no" / "x.png"], "no directory"),
+        (["--config", written.parent], "holds no run"),
+    ]:
+        code, out = call("data", "--config", written, *arguments)
+        assert code.startswith("error: ") and said in code and "\n" not in code and out == b""
 
 
 def test_every_public_name_is_there():

@@ -11,7 +11,6 @@ from tfm_jax.sharding import (
     ACTIVATION_AXES,
     PARAMETER_AXES,
     batch_sharding,
-    batch_shards,
     constrain,
     make_mesh,
     parameter_shardings,
@@ -84,7 +83,7 @@ def test_batches_are_cut_over_data_and_fsdp():
     mesh = make_mesh(MESH)
     batch = jax.device_put(np.arange(8 * 3, dtype=np.int32).reshape(8, 3), batch_sharding(mesh))
     assert {shard.data.shape for shard in batch.addressable_shards} == {(2, 3)}
-    assert batch_shards(MESH) == 4 and batch_shards(config.Mesh(model=8)) == 1
+    assert MESH.batch_shards == 4 and config.Mesh(model=8).batch_shards == 1
 
 
 def test_replicated_is_whole_on_every_device():

@@ -9,7 +9,10 @@ from typing import Annotated, Literal
 import tyro
 
 from tfm_jax.config import Decode
-from tfm_jax.data.sources import read_parallel, split_lines
+from tfm_jax.data.batches import make_batches, make_tokenizer
+from tfm_jax.data.look import describe, look_at_splits, measure_rate, shape_uses, show_batches, side_names
+from tfm_jax.data.sources import read_parallel, read_splits, split_lines
+from tfm_jax.data.tokenizer import Tokenizer
 from tfm_jax.decode.sampling import GREEDY, Sampling
 from tfm_jax.decode.text import BLANK, one_line
 from tfm_jax.decode.text import stream as stream_text
@@ -17,8 +20,8 @@ from tfm_jax.decode.text import translate as translate_lines
 from tfm_jax.equivalence import compact, mismatches, save, table
 from tfm_jax.train.checkpoint import DamagedCheckpoint
 from tfm_jax.train.evaluate import evaluate_translation
-from tfm_jax.train.report import LineCounter
-from tfm_jax.train.run import load, read_config
+from tfm_jax.train.report import LineCounter, plot_data
+from tfm_jax.train.run import TOKENIZER, load, read_config, read_config_file
 
 
 def translate(run: str, beams: int | None = None, nbest: int | None = None, *, scores: bool = False) -> None:
@@ -35,7 +38,9 @@ def translate(run: str, beams: int | None = None, nbest: int | None = None, *, s
     model, params, tokenizer = load(run)
     lines = split_lines(sys.stdin.buffer.read(), "stdin")
     with LineCounter("translating", len(lines)) as counter:
-        found = translate_lines(model, params, tokenizer, lines, decode=decode, name="stdin", progress=counter.update)
+        found = translate_lines(
+            model, params, tokenizer, lines, decode=decode, where=lambda i: f"stdin:{i + 1}", progress=counter.update
+        )
     for outputs in found:
         for output in [*outputs, *[BLANK] * (decode.nbest - len(outputs))]:
             score = f"{output.score:.5f}\t" if scores and output != BLANK else ""
@@ -85,6 +90,46 @@ def evaluate(run: str, source: str, target: str, beams: int | None = None) -> No
     print(json.dumps(scores | {"examples": len(text)}, indent=2, ensure_ascii=False))
 
 
+def data(config: str, batches: int = 2, rows: int = 3, seconds: float = 2.0, png: str | None = None) -> None:
+    """Show what a model sees: the lengths of its texts, shapes and padding of its batches, and some rows as text.
+
+    Args:
+        config: A run's config.json or the directory that holds it, trained or not.
+        batches: How many training batches are shown.
+        rows: How many rows of each.
+        seconds: For how long the rate of the loader is measured, an epoch at most.
+        png: File for a plot of lengths and padding. None: data.png beside the configuration.
+    """
+    if min(batches, rows) < 0:
+        raise ValueError(f"batches, rows are {batches}, {rows}: numbers from 0 up are expected")
+    path = Path(config)
+    run, folder = (read_config(path), path) if path.is_dir() else (read_config_file(path), path.parent)
+    picture = folder / "data.png" if png is None else Path(png)
+    if not picture.absolute().parent.is_dir():
+        raise ValueError(f"{picture} cannot be written: there is no directory {picture.absolute().parent}")
+    texts = read_splits(run.data)
+    if (folder / TOKENIZER).exists():
+        tokenizer, origin = Tokenizer.load(folder / TOKENIZER), str(folder / TOKENIZER)
+    else:
+        _note("making the vocabulary")
+        tokenizer = make_tokenizer(run.data, texts["train"], vocab_size=run.model.vocab_size)
+        origin = run.data.tokenizer_file or f"{run.data.tokenizer}, made now"
+    _note("encoding the texts")
+    size = {"vocab_size": run.model.vocab_size}
+    training = make_batches(run.data, texts["train"], tokenizer, **size)
+    looks = look_at_splits(run.data, texts, tokenizer, training.examples, **size)
+    rate = measure_rate(training, workers=run.data.workers, seconds=seconds)
+    parts = [f"vocabulary: {tokenizer.vocab_size:,} entries, {origin}", describe(run.data, looks, training, rate)]
+    print("\n\n".join([*parts, show_batches(training, tokenizer, count=batches, rows=rows)]).rstrip())
+    plot_data(
+        picture,
+        {name: look.lengths for name, look in looks.items()},
+        sides=side_names(len(training.shapes[0].lengths)),
+        shapes=[(use.name, use.tokens, use.padding) for use in shape_uses(training)],
+    )
+    _note(f"plotted in {picture}")
+
+
 def equivalence(json: str | None = None, full: bool = True, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
     """Compare every implementation of attention with float64 NumPy: output and gradients. A mismatch is exit code 1.
 
@@ -103,13 +148,23 @@ def equivalence(json: str | None = None, full: bool = True, dtype: Literal["floa
         raise SystemExit(1)
 
 
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def _decode(run: str, **changes: int | float | None) -> Decode:
     """As the run's configuration says, but for what is not None."""
     given = {name: value for name, value in changes.items() if value is not None}
     return replace(read_config(run).decode, **given)
 
 
-COMMANDS = {"translate": translate, "generate": generate, "evaluate": evaluate, "equivalence": equivalence}
+COMMANDS = {
+    "translate": translate,
+    "generate": generate,
+    "evaluate": evaluate,
+    "data": data,
+    "equivalence": equivalence,
+}
 
 
 def main() -> None:

@@ -69,11 +69,6 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(ACTIVATION_AXES["batch"]))
 
 
-def batch_shards(mesh: config.Mesh) -> int:
-    """How many devices share the rows of a batch."""
-    return mesh.data * mesh.fsdp
-
-
 def batch_is_shared() -> bool:
     """Whether the mesh in use divides the rows of a batch over several devices."""
     shape = jax.sharding.get_abstract_mesh().shape

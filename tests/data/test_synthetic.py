@@ -69,7 +69,8 @@ def splits():
 
 def test_sizes_and_names(splits):
     assert {name: len(text) for name, text in splits.items()} == SIZES
-    assert splits["train"].source_name == "dates/train source" and splits["test"].target_name == "dates/test target"
+    assert splits["train"].names == ("dates/train source", "dates/train target")
+    assert splits["test"].where(2002, 1) == "dates/test target:2003"
 
 
 def test_same_seed_same_text_other_seed_other_text(splits):

@@ -276,7 +276,7 @@ def test_a_line_that_is_too_long_is_refused_by_its_number_before_any_work(tiny, 
     """B42: 17 bytes and start and end are all that the model takes."""
     lines = ["abc", "a" * 17, "", "b" * 18, "c" * 99]
     with pytest.raises(ValueError, match=r"my\.file:4: the line has 20 tokens with its end, the model accepts 19"):
-        translate(*tiny, lines, decode=DECODE, name="my.file")
+        translate(*tiny, lines, decode=DECODE, where=lambda i: f"my.file:{i + 1}")
     assert not searches
 
 
@@ -348,7 +348,7 @@ def test_empty_prefixes_are_none(tiny, whole, searches):
 def test_a_prefix_that_leaves_no_room_is_refused_before_any_work(tiny, searches):
     """The start, 7 tokens and 13 new ones, the last of which is never read, are one more than 19."""
     with pytest.raises(ValueError, match=r"my\.file:4: 8 tokens.*max_new_tokens 13 are 1 more than"):
-        translate(*tiny, ["abc", "abc"], decode=DECODE, prefixes=["a" * 5, "a" * 6], name="my.file", first_line=3)
+        translate(*tiny, ["abc", "abc"], decode=DECODE, prefixes=["a" * 5, "a" * 6], where=lambda i: f"my.file:{i + 3}")
     with pytest.raises(ValueError, match="2 prefixes for 3 lines"):
         translate(*tiny, ["abc"] * 3, decode=DECODE, prefixes=["a", "b"])
     assert not searches

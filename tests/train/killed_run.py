@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from tfm_jax.config import Data, Decode, Mesh, Optimizer, Run, Train
-from tfm_jax.data.sources import ParallelText
+from tfm_jax.data.sources import Text, parallel
 from tfm_jax.models.transformer import Dropout, TransformerConfig
 from tfm_jax.train import loop
 
@@ -32,11 +32,11 @@ MODEL = TransformerConfig(
 STEPS_PER_EPOCH = 3
 
 
-def words(count: int, *, seed: int, name: str) -> ParallelText:
+def words(count: int, *, seed: int, name: str) -> Text:
     """Words of 3 to 6 letters, to be written backwards."""
     rng = np.random.default_rng(seed)
     source = ["".join(rng.choice(list("abcdefg"), size=3 + i % 4)) for i in range(count)]
-    return ParallelText(source, [word[::-1] for word in source], f"{name}.src", f"{name}.tgt")
+    return parallel(source, [word[::-1] for word in source], f"{name}.src", f"{name}.tgt")
 
 
 TRAIN, VALIDATION = words(17, seed=1, name="train"), words(7, seed=2, name="validation")
@@ -48,7 +48,7 @@ def tiny_run(run_dir: str | Path, *, mesh: Mesh | None = None, **train) -> Run[T
     return Run(
         run_dir=str(run_dir),
         model=MODEL,
-        data=Data(max_length=MODEL.max_length, tokens_per_batch=48, num_buckets=1),
+        data=Data(max_length=MODEL.max_length, tokens_per_batch=48, num_buckets=1, rows_multiple=2),
         optimizer=Optimizer(learning_rate=1e-2, warmup_steps=3),
         train=Train(**train),
         decode=Decode(beams=2, max_new_tokens=13),

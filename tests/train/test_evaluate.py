@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from tests.train.killed_run import MODEL
-from tfm_jax.config import Data, Decode, Mesh, Run, Train
-from tfm_jax.data.batches import Batches, Examples
-from tfm_jax.data.sources import ParallelText
+from tfm_jax.config import Corruption, Data, Decode, Mesh, Run, Train
+from tfm_jax.data.batches import Batches
+from tfm_jax.data.examples import Examples, Pairs, Ragged, Special
+from tfm_jax.data.sources import parallel
 from tfm_jax.data.tokenizer import Tokenizer
 from tfm_jax.decode.text import Output
 from tfm_jax.models import build
-from tfm_jax.sharding import batch_shards, make_mesh
+from tfm_jax.sharding import make_mesh
 from tfm_jax.train import evaluate
 from tfm_jax.train.evaluate import conclude, evaluate_loss, evaluate_translation, score_translations
 from tfm_jax.train.losses import TextToText
@@ -49,15 +50,17 @@ def examples():
     rng = np.random.default_rng(0)
     lengths = [(5, 7), (3, 2), (7, 5)] * 3 + [(3, 2)]
     source, target = ([rng.integers(4, 260, n, np.int32) for n in side] for side in zip(*lengths, strict=True))
-    return Examples(source, target, dropped=0)
+    special = Special(pad=0, bos=1, eos=2, mask=None, sentinels=(), all=frozenset(range(4)), vocab_size=260)
+    task = Pairs(special, Corruption())
+    return Examples(task, (Ragged.of(source), Ragged.of(target)), np.full(len(lengths), special.bos, np.int32))
 
 
 @pytest.fixture(scope="module")
 def expected(model, params, examples):
     """Second route: every pair alone and without padding, the formula in float64."""
     apply, losses, right = jax.jit(model.apply), [], []
-    for source, target in zip(examples.source, examples.target, strict=True):
-        inputs = np.array([[examples.bos_id, *target[:-1]]], np.int32)
+    for source, target in zip(*examples.texts, strict=True):
+        inputs = np.array([[1, *target[:-1]]], np.int32)
         logits = np.asarray(apply(params, source[None], inputs)[0], np.float64)
         log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
         at_target = log_probs[np.arange(len(target)), target]
@@ -87,7 +90,7 @@ def test_the_loss_is_over_the_examples_whatever_the_batches(
         tokens_per_batch=tokens_per_batch,
         num_buckets=num_buckets,
         seed=0,
-        rows_multiple=batch_shards(mesh),
+        rows_multiple=mesh.batch_shards,
         shuffle=False,
     )
     placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, abstract_params(model, devices))
@@ -163,7 +166,7 @@ def ended(directory, model, params, tokenizer):
 
 def test_the_best_hypotheses_are_scored_and_kept(model, params, tokenizer, tmp_path, written, capsys):
     """hypotheses.txt has a line for each line, alignments.png is made, and some lines are shown."""
-    text = ParallelText(["eins", "zwei", "", "vier"], ["one", "two", "", "for"], "de", "en")
+    text = parallel(["eins", "zwei", "", "vier"], ["one", "two", "", "for"], "de", "en")
     written("one", "too", "", "for")
     scores, hypotheses = conclude(ended(tmp_path, model, params, tokenizer), text)
     assert hypotheses == ["one", "too", "", "for"] and scores["exact_match"] == 0.75
@@ -174,7 +177,7 @@ def test_the_best_hypotheses_are_scored_and_kept(model, params, tokenizer, tmp_p
 
 
 def test_a_model_that_writes_nothing_is_scored_too(model, params, tokenizer, tmp_path, written):
-    text = ParallelText(["eins", "zwei"], ["one", "two"], "de", "en")
+    text = parallel(["eins", "zwei"], ["one", "two"], "de", "en")
     written("", " ")
     scores, _ = conclude(ended(tmp_path, model, params, tokenizer), text)
     assert scores["bleu"] == 0.0
@@ -182,7 +185,7 @@ def test_a_model_that_writes_nothing_is_scored_too(model, params, tokenizer, tmp
 
 
 def test_a_line_end_that_a_model_writes_does_not_shift_the_lines(model, params, tokenizer, tmp_path, written):
-    text = ParallelText(["eins", "zwei"], ["one", "two"], "de", "en")
+    text = parallel(["eins", "zwei"], ["one", "two"], "de", "en")
     written("o\nne", "two")
     conclude(ended(tmp_path, model, params, tokenizer), text)
     lines = (tmp_path / "hypotheses.txt").read_bytes().split(b"\n")
@@ -191,7 +194,7 @@ def test_a_line_end_that_a_model_writes_does_not_shift_the_lines(model, params, 
 
 def test_a_text_of_more_tokens_than_the_model_takes_spoils_no_result(model, params, tokenizer, tmp_path, written):
     """What a model wrote may have more tokens when it is read again: bytes that are no character come back as three."""
-    text = ParallelText(["eins", "zwei"], ["one", "two"], "de", "en")
+    text = parallel(["eins", "zwei"], ["one", "two"], "de", "en")
     written("\ufffd" * MODEL.max_length, "two")
     scores, _ = conclude(ended(tmp_path, model, params, tokenizer), text)
     assert scores["exact_match"] == 0.5
@@ -199,7 +202,7 @@ def test_a_text_of_more_tokens_than_the_model_takes_spoils_no_result(model, para
 
 def test_a_line_that_is_too_long_is_named_as_in_its_file(model, params, tokenizer):
     """Of a text that begins further down in its file too."""
-    text = ParallelText(["a", "b", "c" * 99, "d"], ["a", "b", "c", "d"], "long.de", "long.en")
+    text = parallel(["a", "b", "c" * 99, "d"], ["a", "b", "c", "d"], "long.de", "long.en")
     decode = replace(Decode(), max_new_tokens=5)
     for part in (text, text.split(2)[1]):
         with pytest.raises(ValueError, match=r"long\.de:3: "):
@@ -207,7 +210,7 @@ def test_a_line_that_is_too_long_is_named_as_in_its_file(model, params, tokenize
 
 
 def test_a_line_that_is_too_long_may_be_left_out_and_is_counted(model, params, tokenizer):
-    text = ParallelText(["a", "c" * 99], ["a", ""], "long.de", "long.en")
+    text = parallel(["a", "c" * 99], ["a", ""], "long.de", "long.en")
     decode = replace(Decode(beams=1), max_new_tokens=5)
     scores, hypotheses = evaluate_translation(model, params, tokenizer, text, decode=decode, too_long="drop")
     assert scores["too_long_lines"] == 1 and hypotheses[1] == ""

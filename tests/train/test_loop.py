@@ -18,13 +18,15 @@ import pytest
 
 from tests.train import killed_run
 from tests.train.killed_run import STEPS_PER_EPOCH, TRAIN, VALIDATION, tiny_run
-from tfm_jax.config import Mesh
-from tfm_jax.data.sources import ParallelText
+from tfm_jax.config import Corruption, Mesh
+from tfm_jax.data.batches import make_batches
+from tfm_jax.data.sources import Text, parallel
 from tfm_jax.decode.text import translate
 from tfm_jax.models import build
 from tfm_jax.models.gpt import GPTConfig
 from tfm_jax.sharding import make_mesh
 from tfm_jax.train import loop
+from tfm_jax.train import losses as objectives
 from tfm_jax.train.checkpoint import Checkpoints
 from tfm_jax.train.losses import TextToText
 from tfm_jax.train.report import read_metrics
@@ -32,7 +34,10 @@ from tfm_jax.train.run import load
 from tfm_jax.train.step import abstract_params, abstract_state
 
 ROOT = Path(__file__).parents[2]
-TIMES = {"seconds", "tokens_per_second"}
+TIMES = {"seconds", "tokens_per_second", "input_wait"}
+
+
+LINES = Text((TRAIN.source,), ("lines",))
 
 
 def fit(run, *, train=TRAIN, validation=VALIDATION):
@@ -43,6 +48,11 @@ def fit(run, *, train=TRAIN, validation=VALIDATION):
 def whole(tmp_path_factory):
     """The run that nothing interrupts."""
     return fit(tiny_run(tmp_path_factory.mktemp("whole") / "run"))
+
+
+def batches_of(run, text, **options):
+    """As `fit` makes them."""
+    return make_batches(run.data, text, loop.tokenizer_of(run, text), vocab_size=run.model.vocab_size, **options)
 
 
 class Stopped(Exception):
@@ -122,12 +132,21 @@ def test_a_run_leaves_what_it_says(whole):
     """The summary, one line for each update and each checkpoint, the newest two checkpoints, files."""
     directory, summary = whole.directory, whole.summary
     assert {path.name for path in directory.iterdir()} == {
-        *("config.json", "tokenizer.json", "metrics.jsonl", "curves.png", "checkpoints", "parameters")
+        *(
+            "config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "metrics.jsonl",
+            "curves.png",
+            "checkpoints",
+            "parameters",
+        )
     }
     assert set(summary) == {
-        *("steps", "epochs", "train_seconds", "tokens_per_second", "parameters", "validation_loss", "dropped_pairs")
+        *("steps", "epochs", "train_seconds", "tokens_per_second", "parameters", "validation_loss"),
+        *("dropped_examples", "padding_share"),
     }
-    assert summary["steps"] == 7 and summary["epochs"] == 7 / STEPS_PER_EPOCH and summary["dropped_pairs"] == 0
+    assert summary["steps"] == 7 and summary["epochs"] == 7 / STEPS_PER_EPOCH and summary["dropped_examples"] == 0
     assert summary["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(whole.params))
     assert summary["train_seconds"] > 0 and summary["tokens_per_second"] > 0
     lines = measured(directory)
@@ -141,7 +160,7 @@ def test_a_run_leaves_what_it_says(whole):
 
 def test_epochs_come_in_different_orders(whole):
     """B48: the second epoch is not the first one again."""
-    batches = loop._batches(tiny_run(whole.directory), TRAIN, whole.tokenizer)
+    batches = batches_of(tiny_run(whole.directory), TRAIN)
     assert batches.steps_per_epoch == STEPS_PER_EPOCH
     first, second = ([batches[i + start]["tokens"].tolist() for i in range(3)] for start in (0, STEPS_PER_EPOCH))
     assert first != second
@@ -221,7 +240,7 @@ def test_another_configuration_is_refused_by_its_fields(whole):
 def test_a_model_without_an_encoder_is_refused_before_anything_is_written(tmp_path):
     run = tiny_run(tmp_path / "run", steps=2)
     decoder = GPTConfig(260, max_length=24, d_model=8, d_ff=12, num_heads=2, num_layers=1)
-    with pytest.raises(ValueError, match="'gpt' model has no encoder: .*LanguageModel"):
+    with pytest.raises(ValueError, match="'gpt' model has no encoder, and this data has a source"):
         fit(replace(run, model=decoder))
     assert not (tmp_path / "run").exists()
 
@@ -248,16 +267,16 @@ def test_a_pair_that_is_too_long_is_refused_by_file_and_line_or_dropped_and_coun
     limit = killed_run.MODEL.max_length - 2  # a space before the line, the end after it
     source = [*TRAIN.source[:4], "a" * limit, "a" * (limit + 1), *TRAIN.source[4:]]
     target = [*TRAIN.target[:4], "b", "b", *TRAIN.target[4:]]
-    text = ParallelText(source, target, "long.src", "long.tgt")
-    with pytest.raises(ValueError, match=r"long\.src:6 has 25 tokens, long\.tgt:6 has 3.*max_length is 24"):
+    text = parallel(source, target, "long.src", "long.tgt")
+    with pytest.raises(ValueError, match=r"long\.src:6 has 25 tokens and long\.tgt:6 has 3.*max_length is 24"):
         fit(tiny_run(tmp_path / "error"), train=text)
     # nothing was written, so the run that drops such pairs may stand in the same place
     run = tiny_run(tmp_path / "error")
-    longer = ParallelText(["a" * 99, *TRAIN.source], ["b", *TRAIN.target], "long.src", "long.tgt")
+    longer = parallel(["a" * 99, *TRAIN.source], ["b", *TRAIN.target], "long.src", "long.tgt")
     run = replace(run, data=replace(run.data, too_long="drop"))
-    one = ParallelText(["ab", *VALIDATION.source], ["b" * 99, *VALIDATION.target], "v.src", "v.tgt")
+    one = parallel(["ab", *VALIDATION.source], ["b" * 99, *VALIDATION.target], "v.src", "v.tgt")
     fitted = fit(run, train=longer, validation=one)
-    assert fitted.summary["dropped_pairs"] == 2
+    assert fitted.summary["dropped_examples"] == 2
 
 
 # --- where a run ends, and with what ---
@@ -400,6 +419,51 @@ def test_four_devices_train_as_one_does(whole, tmp_path):
     assert texts[0] == texts[1]
 
 
+def test_a_run_goes_on_with_the_same_batches_on_another_mesh(whole, tmp_path):
+    """B46: begun on one device, continued on two; the configuration may differ in nothing else."""
+    with from_update(5, stop), pytest.raises(Stopped):
+        fit(tiny_run(tmp_path / "run"))
+    fitted = fit(replace(tiny_run(tmp_path / "run", mesh=Mesh(data=2)), data=replace(tiny_run("").data, workers=0)))
+    assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(fitted.params)} == {2}
+    ours, theirs = measured(tmp_path / "run"), measured(whole.directory)
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        for name in {"loss", "validation_loss", "tokens"} & set(one):
+            assert one[name] == pytest.approx(other[name], rel=1e-3), (one["step"], name)
+
+
+# --- what is not a pair ---
+
+
+def test_a_decoder_only_model_learns_a_text(tmp_path):
+    run = tiny_run(tmp_path / "run", steps=2)
+    model = GPTConfig(260, max_length=24, d_model=8, d_ff=12, num_heads=2, num_layers=1)
+    fitted = fit(
+        replace(run, model=model, data=replace(run.data, batching="blocks")), train=LINES, validation=LINES.split(5)[0]
+    )
+    assert fitted.summary["steps"] == 2 and 4 < fitted.summary["validation_loss"] < 7  # log 260 is 5.6
+    assert load(tmp_path / "run")[0].config == model
+
+
+def test_an_encoder_decoder_learns_what_is_hidden(tmp_path):
+    """Packed, so that segments and positions of both sides reach the model."""
+    run = tiny_run(tmp_path / "run", steps=2)
+    data = replace(run.data, corruption=Corruption("spans", rate=0.3, sentinels=7), batching="packed")
+    run = replace(run, model=replace(run.model, vocab_size=267), data=data)
+    fitted = fit(run, train=LINES, validation=LINES.split(5)[0])
+    assert fitted.summary["steps"] == 2 and 4 < fitted.summary["validation_loss"] < 7
+
+
+@pytest.mark.parametrize("change", [{"corruption": Corruption(name="mask")}, {}])
+def test_what_a_model_cannot_learn_is_refused_before_anything_is_written(tmp_path, change):
+    run = tiny_run(tmp_path / "run", steps=2)
+    run = replace(run, model=replace(run.model, vocab_size=267), data=replace(run.data, **change))
+    said = "does not predict masked tokens" if change else "has an encoder, and this data has no source"
+    with pytest.raises(ValueError, match=said):
+        fit(run, train=LINES, validation=LINES)
+    assert not (tmp_path / "run").exists()
+
+
 def test_each_shape_compiles_once(tmp_path, monkeypatch):
     """Two epochs and two checkpoints; an objective is called when it is traced."""
     traced = []
@@ -409,17 +473,17 @@ def test_each_shape_compiles_once(tmp_path, monkeypatch):
             traced.append(("eval" if key is None else "train", *batch["tokens"].shape, batch["source_tokens"].shape[1]))
             return super().__call__(params, batch, key)
 
-    monkeypatch.setattr(loop, "TextToText", Counted)
+    monkeypatch.setattr(objectives, "TextToText", Counted)
     run = tiny_run(tmp_path / "run", steps=None, epochs=2, checkpoint_every=1, checkpoint_unit="epochs")
     run = replace(run, data=replace(run.data, num_buckets=2))
     source = [*("abc" for _ in range(18)), *("abcdef" for _ in range(12))]  # nine and six of them fill a batch
-    text = ParallelText(source, source, "two.src", "two.tgt")
-    fitted = fit(run, train=text)
-    batches = loop._batches(run, text, fitted.tokenizer)
+    text = parallel(source, source, "two.src", "two.tgt")
+    fit(run, train=text)
+    batches = batches_of(run, text)
     assert len(batches.shapes) == 2
     trained = [(rows, target, source) for kind, rows, target, source in traced if kind == "train"]
-    assert sorted(trained) == sorted((rows, target, source) for rows, source, target in batches.shapes)
-    assert len(traced) - len(trained) == len(loop._batches(run, VALIDATION, fitted.tokenizer, evaluation=True).shapes)
+    assert sorted(trained) == sorted((rows, target, source) for rows, (source, target) in batches.shapes)
+    assert len(traced) - len(trained) == len(batches_of(run, VALIDATION, evaluation=True).shapes)
 
 
 def test_config_json_is_the_configuration(whole):

@@ -17,6 +17,7 @@ from tfm_jax.train.report import (
     ProgressBar,
     plot_alignments,
     plot_curves,
+    plot_data,
     plot_heads,
     read_metrics,
 )
@@ -202,3 +203,36 @@ def test_a_text_of_more_tokens_than_the_model_takes_spoils_no_picture(tmp_path, 
     long = "\ufffd" * MODEL.max_length
     plot_alignments(tmp_path / "a.png", *tiny, [("abc", long)], layer=0)
     assert_picture(tmp_path / "a.png", wide=(500, 1000), high=(400, 900))
+
+
+def test_data_shows_lengths_by_side_and_padding_by_shape(tmp_path, monkeypatch):
+    """Bars add up to all cells, each curve to 100 % of a split."""
+    figures, savefig = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *args, **kws: [figures.append(self), savefig(self, *args, **kws)]
+    )
+    rng = np.random.default_rng(5)
+    lengths = {"train": rng.integers(2, 211, (307, 2)), "validation and test": rng.integers(2, 89, (31, 2))}
+    shapes = [("272 x 15, 13", 6101, 1515), ("16 x 209, 181", 5003, 1237)]
+    plot_data(tmp_path / "data.png", lengths, sides=("source", "target"), shapes=shapes)
+    assert_picture(tmp_path / "data.png", wide=(1200, 2000), high=(300, 800))
+    (figure,) = figures
+    source, target, cells = figure.axes
+    for axis, side in ((source, "source"), (target, "target")):
+        assert axis.get_xlabel() == f"length of the {side} (tokens)"
+        assert {text.get_text() for text in axis.get_legend().texts} == {"train (307)", "validation and test (31)"}
+        for curve in axis.patches:  # an outline: each height at both edges of its bin
+            assert curve.get_xy()[:, 1].sum() / 2 == pytest.approx(100.0)
+    assert [(bar.get_x(), bar.get_width()) for bar in cells.patches] == [
+        (0, 6101),
+        (0, 5003),
+        (6101, 1515),
+        (5003, 1237),
+    ]
+    assert [text.get_text() for text in cells.get_yticklabels()] == [name for name, _, _ in shapes]
+    assert [text.get_text() for text in cells.get_legend().texts] == ["tokens", "padding"]
+
+
+def test_data_of_one_length(tmp_path):
+    plot_data(tmp_path / "d.png", {"train": np.full((7, 1), 13)}, sides=("text",), shapes=[("8 x 13", 91, 13)])
+    assert_picture(tmp_path / "d.png", wide=(700, 1400), high=(300, 800))

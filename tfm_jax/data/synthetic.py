@@ -5,7 +5,7 @@ from datetime import date
 
 import numpy as np
 
-from tfm_jax.data.sources import ParallelText
+from tfm_jax.data.sources import Text, parallel
 
 FIRST_DATE, LAST_DATE = date(1969, 1, 1), date(2068, 12, 31)
 """A hundred years, so that two digits name one exactly: 69-99 are 19xx, 00-68 are 20xx (pivot of POSIX strptime)."""
@@ -114,7 +114,7 @@ _LOWERCASED = 0.25
 _SPLITS = {"train": 0.8, "validation": 0.1, "test": 0.1}
 
 
-def dates(*, train: int, validation: int, test: int, seed: int) -> dict[str, ParallelText]:
+def dates(*, train: int, validation: int, test: int, seed: int) -> dict[str, Text]:
     """Pairs such as `de: 3. April 2021` -> `2021-04-03`; the arguments are the number of pairs in each split.
 
     A source starts with its language, as 4/3/21 alone could be April or March. A quarter of them is in lower case.
@@ -135,14 +135,14 @@ def dates(*, train: int, validation: int, test: int, seed: int) -> dict[str, Par
     }
 
 
-def _split(name: str, size: int, ordinals: np.ndarray, rng: np.random.Generator) -> ParallelText:
+def _split(name: str, size: int, ordinals: np.ndarray, rng: np.random.Generator) -> Text:
     most = len(ordinals) * len(_FORMATS)
     if not 0 <= size <= most:
         raise ValueError(f"dates: {name} is {size}: between 0 and {most} different sources can be made from its dates")
     pairs, lowercased = rng.permutation(most)[:size].tolist(), rng.random(most) < _LOWERCASED
     days = [date.fromordinal(int(ordinals[pair // len(_FORMATS)])) for pair in pairs]
     source = [write_date(day, *_FORMATS[pair % len(_FORMATS)]) for day, pair in zip(days, pairs, strict=True)]
-    return ParallelText(
+    return parallel(
         [text.lower() if lower else text for text, lower in zip(source, lowercased[:size], strict=True)],
         [day.isoformat() for day in days],
         f"dates/{name} source",

@@ -41,8 +41,7 @@ def translate(
     decode: config.Decode,
     prefixes: list[str] | None = None,
     too_long: Literal["error", "drop"] = "error",
-    name: str = "input",
-    first_line: int = 1,
+    where: Callable[[int], str] = lambda i: f"input:{i + 1}",
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[list[Output]]:
     """Up to `decode.nbest` translations of each line, best first; blank lines stay blank.
@@ -52,9 +51,9 @@ def translate(
     ("": any may); it is part of an output's text and ids, and the score is that of what follows it.
 
     A line that is too long for the model is refused, by its number, before any work, or with too_long "drop" comes back
-    as `TOO_LONG`; a prefix that leaves no room for max_new_tokens is refused. `name` is what errors call the input,
-    whose first line has the number `first_line`. `progress` is told how many lines are done. Raises `ValueError` for a
-    model without an encoder, and `FloatingPointError` when it gives NaN.
+    as `TOO_LONG`; a prefix that leaves no room for max_new_tokens is refused. `where(i)` is what errors call line i,
+    counted from 0. `progress` is told how many lines are done. Raises `ValueError` for a model without an encoder, and
+    `FloatingPointError` when it gives NaN.
     """
     require_encoder(model)
     # white space is not translated, so its length does not matter
@@ -63,10 +62,10 @@ def translate(
     for i, ids in enumerate(encoded):
         require(
             len(ids) <= longest or too_long == "drop",
-            f"{name}:{first_line + i}: the line has {len(ids)} tokens with its end, the model accepts {longest}: "
+            f"{where(i)}: the line has {len(ids)} tokens with its end, the model accepts {longest}: "
             "split it into sentences",
         )
-    begun = _prefixes(model, tokenizer, prefixes, len(lines), decode, f"{name}:", first_line)
+    begun = _prefixes(model, tokenizer, prefixes, len(lines), decode, where)
     results = [[BLANK] if len(ids) <= longest else [TOO_LONG] for ids in encoded]
     waiting = [i for i, line in enumerate(lines) if line.strip() and len(encoded[i]) <= longest]
     done = len(lines) - len(waiting)
@@ -109,7 +108,7 @@ def complete(
     `FloatingPointError` when the model gives NaN.
     """
     require_no_encoder(model)
-    begun = _prefixes(model, tokenizer, prompts, len(prompts), decode, "prompts ", 0)
+    begun = _prefixes(model, tokenizer, prompts, len(prompts), decode, "prompts {}".format)
     sampled = sampling is not None
     settings = _sample_settings(tokenizer, decode, sampling) if sampled else _settings(tokenizer, decode, length=None)
     results: list[list[Output]] = [[] for _ in prompts]
@@ -144,7 +143,7 @@ def stream(
     """
     require_no_encoder(model)
     require(chunk >= 1, f"chunk is {chunk}: at least 1 token is needed")
-    (begun,) = _prefixes(model, tokenizer, [prompt], 1, decode, "prompts ", 0)
+    (begun,) = _prefixes(model, tokenizer, [prompt], 1, decode, "prompts {}".format)
     settings = _sample_settings(tokenizer, decode, sampling)
     prompts = Prompts(*_prompts(tokenizer, [begun], model, settings))
     return pieces(tokenizer, begun, _tokens(model, params, prompts, settings, chunk))
@@ -211,7 +210,7 @@ def _room(model: Model, max_new_tokens: int) -> int:
     return model.config.max_length - max_new_tokens + 1
 
 
-def _prefixes(model, tokenizer, texts, count, decode, name, first) -> list[list[int]]:
+def _prefixes(model, tokenizer, texts, count, decode, where) -> list[list[int]]:
     """The ids of what each row begins with; raises `ValueError` unless there is one for each and all fit."""
     texts = [""] * count if texts is None else texts
     require(len(texts) == count, f'{len(texts)} prefixes for {count} lines: one for each is needed, "" for none')
@@ -220,7 +219,7 @@ def _prefixes(model, tokenizer, texts, count, decode, name, first) -> list[list[
         over = 1 + len(ids) - room
         require(
             over <= 0,
-            f"{name}{first + i}: {1 + len(ids)} tokens, the start included, and max_new_tokens "
+            f"{where(i)}: {1 + len(ids)} tokens, the start included, and max_new_tokens "
             f"{decode.max_new_tokens} are {over} more than the model accepts: shorten the text or lower max_new_tokens",
         )
     return encoded

@@ -8,11 +8,11 @@ import sacrebleu
 
 from tfm_jax import config
 from tfm_jax.data.batches import Batches
-from tfm_jax.data.sources import ParallelText
+from tfm_jax.data.sources import Text
 from tfm_jax.data.tokenizer import Tokenizer
 from tfm_jax.decode.text import TOO_LONG, one_line, translate
 from tfm_jax.models import Model
-from tfm_jax.sharding import batch_sharding
+from tfm_jax.train.feed import feed
 from tfm_jax.train.report import LineCounter, plot_alignments, plot_heads, write_whole
 from tfm_jax.train.run import Fitted
 from tfm_jax.train.step import Objective, eval_step
@@ -21,8 +21,7 @@ from tfm_jax.train.step import Objective, eval_step
 def evaluate_loss(params: dict, batches: Batches, *, objective: Objective, mesh: jax.sharding.Mesh) -> dict[str, float]:
     """The objective's metrics per target token over one pass of `batches`, whatever their sizes; no dropout."""
     totals: dict[str, np.ndarray] = {}
-    for step in range(batches.steps_per_epoch):
-        batch = jax.device_put(batches[step], batch_sharding(mesh))
+    for _, batch, _ in feed(batches, 0, batches.steps_per_epoch, mesh=mesh):
         sums = jax.device_get(eval_step(params, batch, objective=objective))
         for name, pair in sums.items():
             totals[name] = totals.get(name, np.zeros(2)) + np.asarray(pair, np.float64)
@@ -53,7 +52,7 @@ def evaluate_translation(
     model: Model,
     params: dict,
     tokenizer: Tokenizer,
-    text: ParallelText,
+    text: Text,
     *,
     decode: config.Decode,
     too_long: Literal["error", "drop"] = "error",
@@ -71,8 +70,7 @@ def evaluate_translation(
             text.source,
             decode=decode,
             too_long=too_long,
-            name=text.source_name,
-            first_line=text.first_line,
+            where=text.where,
             progress=counter.update,
         )
     hypotheses = [best[0].text for best in found]
@@ -80,12 +78,11 @@ def evaluate_translation(
     return score_translations(hypotheses, text.target, decode=decode) | {"too_long_lines": count}, hypotheses
 
 
-def conclude(fitted: Fitted, text: ParallelText) -> tuple[dict[str, Any], list[str]]:
+def conclude(fitted: Fitted, text: Text) -> tuple[dict[str, Any], list[str]]:
     """`evaluate_translation` at the end of a run: leaves hypotheses.txt and two plots, shows some translations."""
     model, params, tokenizer, run = fitted.model, fitted.params, fitted.tokenizer, fitted.run
-    scores, hypotheses = evaluate_translation(
-        model, params, tokenizer, text, decode=run.decode, too_long=run.data.too_long
-    )
+    too_long = "drop" if run.data.too_long == "drop" else "error"
+    scores, hypotheses = evaluate_translation(model, params, tokenizer, text, decode=run.decode, too_long=too_long)
     write_whole(fitted.directory / "hypotheses.txt", "".join(f"{one_line(text)}\n" for text in hypotheses))
     shown = _spread(len(text), 6)
     alignments = [(text.source[i], hypotheses[i]) for i in shown if hypotheses[i].strip()][:3]

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -10,15 +11,15 @@ import jax
 import numpy as np
 
 from tfm_jax import config
-from tfm_jax.config import require
-from tfm_jax.data.batches import Batches, encode_pairs, stream
-from tfm_jax.data.sources import ParallelText
+from tfm_jax.data.batches import Batches, make_batches, make_tokenizer
+from tfm_jax.data.sources import Text
 from tfm_jax.data.tokenizer import Tokenizer
 from tfm_jax.models import Model, build
-from tfm_jax.sharding import batch_sharding, batch_shards, make_mesh
+from tfm_jax.sharding import make_mesh
 from tfm_jax.train.checkpoint import Checkpoints, average_params, load_params, save_params
 from tfm_jax.train.evaluate import evaluate_loss
-from tfm_jax.train.losses import TextToText
+from tfm_jax.train.feed import Fed, feed
+from tfm_jax.train.losses import objective_of
 from tfm_jax.train.report import Metrics, ProgressBar, plot_curves, read_metrics
 from tfm_jax.train.run import CHECKPOINTS, PARAMETERS, TOKENIZER, Fitted, check_run, open_run
 from tfm_jax.train.step import TrainState, abstract_state, init_state, train_step
@@ -34,31 +35,32 @@ class _Record:
     tokens: float = 0.0
 
 
-def fit(run: config.Run, *, train: ParallelText, validation: ParallelText) -> Fitted:
-    """Train the configured encoder-decoder on sentence pairs, or continue where its run directory stands.
+def fit(run: config.Run, *, train: Text, validation: Text) -> Fitted:
+    """Train the configured model on a text, or continue where its run directory stands.
+
+    Encoder-decoders learn what is two-sided: pairs, or a text with spans or its end hidden; decoder-only models learn
+    the next token of a text.
 
     Killed at any moment and started again with the same configuration, it ends with the same parameters on the same
-    devices (when the limit is steps or epochs). Raises `ValueError` for another configuration than the directory's,
-    for text that the model cannot take, and `FloatingPointError` when the loss is not finite.
+    devices (when the limit is steps or epochs); on another mesh it sees the same batches. Raises `ValueError` for
+    another configuration than the directory's, for text that the model cannot take, and `FloatingPointError` when the
+    loss is not finite.
     """
     # may the run stand where it is wanted, on these devices?
     check_run(run)
     mesh, model = make_mesh(run.mesh), build(run.model)
-    require(
-        hasattr(model.module, "encode"),
-        f"fit trains encoder-decoders on sentence pairs, and a {run.model.family!r} model has no encoder: "
-        "train it with train.step.train_step and the objective train.losses.LanguageModel",
-    )
     abstract = abstract_state(model, run.optimizer, mesh)
 
     # text to vocabulary to batches; what is wrong with it is found before anything is written
-    tokenizer = _tokenizer(run, train)
-    train_batches = _batches(run, train, tokenizer)
-    validation_batches = _batches(run, validation, tokenizer, evaluation=True)
+    tokenizer = tokenizer_of(run, train)
+    sizes = {"vocab_size": run.model.vocab_size}
+    train_batches = make_batches(run.data, train, tokenizer, **sizes)
+    validation_batches = make_batches(run.data, validation, tokenizer, **sizes, evaluation=True)
+    two_sided = len(train_batches.shapes[0].lengths) == 2
+    objective = objective_of(model, run.data, two_sided=two_sided, label_smoothing=run.train.label_smoothing)
 
-    # objective and state: restored or born
+    # state: restored or born
     directory = open_run(run, tokenizer)
-    objective = TextToText(model, run.train.label_smoothing)
     with jax.set_mesh(mesh), ProgressBar() as bar:
         bar.note(_describe(model, tokenizer, train_batches, validation_batches))
         with Checkpoints(directory / CHECKPOINTS, keep_last=run.train.keep_last) as checkpoints:
@@ -82,7 +84,8 @@ def fit(run: config.Run, *, train: ParallelText, validation: ParallelText) -> Fi
         "tokens_per_second": record.tokens / max(record.seconds, 1e-9),
         "parameters": model.num_parameters,
         "validation_loss": record.best_loss,
-        "dropped_pairs": train_batches.dropped + validation_batches.dropped,
+        "dropped_examples": train_batches.examples.dropped + validation_batches.examples.dropped,
+        "padding_share": train_batches.padding_share,
     }
     return Fitted(run, model, params, tokenizer, summary)
 
@@ -103,15 +106,13 @@ class _Loop:
         first, began, before = int(state.step), time.monotonic(), record
         if self._ended(first, record):
             return state, record
+        workers = self.run.data.workers
+        fed = feed(self.batches, first, self.last_step, mesh=self.mesh, workers=workers)
         window = _Window()
-        sharding = batch_sharding(self.mesh)
-        with contextlib.closing(stream(self.batches, first, self.last_step)) as batches:
-            for index, batch in batches:
+        with contextlib.closing(fed):
+            for index, batch, tokens in window.timed(fed):
                 step = index + 1
-                tokens = float((batch["source_segment_ids"] > 0).sum() + (batch["segment_ids"] > 0).sum())
-                state, values = train_step(
-                    state, jax.device_put(batch, sharding), optimizer=self.run.optimizer, objective=self.objective
-                )
+                state, values = train_step(state, batch, optimizer=self.run.optimizer, objective=self.objective)
                 window.add(values, tokens)
                 record = replace(record, tokens=record.tokens + tokens, seconds=_since(began, before))
                 due = step % self.round == 0 or self._ended(step, record)
@@ -177,9 +178,18 @@ class _Window:
         self._open()
 
     def _open(self):
-        self._waiting, self._values, self._tokens, self._began = None, [], 0.0, time.monotonic()
+        self._waiting, self._values, self._tokens, self._began = None, [], 0, time.monotonic()
+        self._for_input = 0.0
 
-    def add(self, values, tokens: float) -> None:
+    def timed(self, fed: Iterator[Fed]) -> Iterator[Fed]:
+        """The same; the time that each takes to come counts as waiting for input."""
+        began = time.monotonic()
+        for each in fed:
+            self._for_input += time.monotonic() - began
+            yield each
+            began = time.monotonic()
+
+    def add(self, values, tokens: int) -> None:
         # wait for the update before this one: the device stays busy and time limits stay true
         self._values.append(values)
         self._tokens += tokens
@@ -196,9 +206,10 @@ class _Window:
         }
         last = {name: float(values[-1][name]) for name in ("gradient_norm", "learning_rate")}
         _require_finite(mean["loss"], f"the mean loss of {len(values)} updates up to update {step}")
-        rate = self._tokens / (time.monotonic() - self._began)
+        seconds = time.monotonic() - self._began
+        speed = {"tokens_per_second": self._tokens / seconds, "input_wait": self._for_input / seconds}
         self._open()
-        return mean | last | {"tokens_per_second": rate}
+        return mean | last | speed
 
 
 def _require_finite(loss: float, what: str) -> None:
@@ -213,36 +224,18 @@ def _since(began: float, before: _Record) -> float:
     return before.seconds + time.monotonic() - began
 
 
-def _tokenizer(run: config.Run, train: ParallelText) -> Tokenizer:
-    """The run's vocabulary, learned from both sides of the training text when the run begins."""
+def tokenizer_of(run: config.Run, train: Text) -> Tokenizer:
+    """The run's vocabulary: the one it has saved, or as its configuration says, of the training text."""
     path = Path(run.run_dir) / TOKENIZER
-    if path.exists():
-        return Tokenizer.load(path)
-    lines = [*train.source, *train.target]
-    return Tokenizer.train(lines, kind=run.data.tokenizer, vocab_size=run.model.vocab_size)
-
-
-def _batches(run: config.Run, text: ParallelText, tokenizer: Tokenizer, *, evaluation: bool = False) -> Batches:
-    data = run.data
-    examples = encode_pairs(
-        text, tokenizer, max_length=data.max_length, too_long=data.too_long, vocab_size=run.model.vocab_size
-    )
-    return Batches(
-        examples,
-        tokens_per_batch=data.tokens_per_batch,
-        # a validation shape costs a compilation too and is used once a round: fewer shapes there
-        num_buckets=min(data.num_buckets, 4) if evaluation else data.num_buckets,
-        seed=data.seed,
-        rows_multiple=batch_shards(run.mesh),
-        shuffle=not evaluation,
-    )
+    return Tokenizer.load(path) if path.exists() else make_tokenizer(run.data, train, vocab_size=run.model.vocab_size)
 
 
 def _describe(model: Model, tokenizer: Tokenizer, train: Batches, validation: Batches) -> str:
     return (
         f"{model.num_parameters:,} parameters, {tokenizer.vocab_size:,} vocabulary entries; an epoch is "
         f"{train.steps_per_epoch} updates in {len(train.shapes)} shapes, {train.padding_share:.1%} padding; "
-        f"pairs dropped as too long: {train.dropped} for training, {validation.dropped} for validation"
+        f"dropped as too long: {train.examples.dropped} examples for training, {validation.examples.dropped} for "
+        "validation"
     )
 
 

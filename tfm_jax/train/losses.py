@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from tfm_jax import config
 from tfm_jax.models import Model
 from tfm_jax.sharding import batch_is_shared, constrain
 
@@ -178,3 +179,24 @@ class LanguageModel:
             batch["weights"],
             label_smoothing=self.label_smoothing,
         )
+
+
+def objective_of(
+    model: Model, data: config.Data, *, two_sided: bool, label_smoothing: float = 0.0
+) -> TextToText | LanguageModel:
+    """The objective with which a model learns from batches that have a source (`two_sided`) or have none.
+
+    Raises `ValueError` where the model cannot learn from them.
+    """
+    family = f"a {model.config.family!r} model"
+    if data.label or data.corruption.name == "mask":
+        what = f"classes (data.label {data.label!r})" if data.label else "masked tokens (data.corruption.name 'mask')"
+        raise ValueError(f"{family} does not predict {what}: give train.step.train_step an objective that does")
+    has_encoder = hasattr(model.module, "encode")
+    if has_encoder != two_sided:
+        raise ValueError(
+            f"{family} has {'an' if has_encoder else 'no'} encoder, and this data has {'a' if two_sided else 'no'} "
+            "source for one: encoder-decoders learn from pairs, or from a text with data.corruption.name spans or "
+            "prefix; decoder-only models from a text with none"
+        )
+    return (TextToText if has_encoder else LanguageModel)(model, label_smoothing)

@@ -126,6 +126,39 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
+def plot_data(
+    path: Path, lengths: dict[str, np.ndarray], *, sides: Sequence[str], shapes: Sequence[tuple[str, int, int]]
+) -> None:
+    """Lengths of examples (`n sides` for each split) by side, and what the batches of each shape hold, as a PNG.
+
+    `shapes` are (name, cells with tokens, cells with padding).
+    """
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(sides) + 1, figsize=(4.4 * (len(sides) + 1), 3.6), layout="constrained")
+    every = np.concatenate([*lengths.values()])
+    width = -(-(int(np.ptp(every)) + 1) // 50)
+    bins = np.arange(every.min(), every.max() + width + 1, width) - 0.5
+    for number, (axis, side) in enumerate(zip(axes, sides, strict=False)):
+        for split, values in lengths.items():
+            shares = np.full(len(values), 100.0 / len(values))
+            axis.hist(values[:, number], bins, weights=shares, histtype="step", label=f"{split} ({len(values):,})")
+        axis.set(xlabel=f"length of the {side} (tokens)", ylabel="examples (%)")
+        axis.legend()
+    names, tokens, padding = zip(*shapes, strict=True)
+    places = range(len(names))
+    axes[-1].barh(places, tokens, label="tokens")
+    axes[-1].barh(places, padding, left=tokens, label="padding")
+    axes[-1].set_yticks(places, names)
+    axes[-1].invert_yaxis()
+    axes[-1].set(xlabel="cells of an epoch", ylabel="rows x lengths")
+    axes[-1].locator_params(axis="x", nbins=4)
+    axes[-1].xaxis.set_major_formatter("{x:,.0f}")
+    axes[-1].legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def plot_alignments(
     path: Path, model: Model, params: dict, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], *, layer: int
 ) -> None:
@@ -183,7 +216,10 @@ def _read_weights(model, params, tokenizer, pairs, layer):
     columns, rows = _padded(source_ids, tokenizer.pad_id), _padded(output_ids, tokenizer.pad_id)
     shifted = jnp.concatenate([jnp.full((len(pairs), 1), tokenizer.bos_id, jnp.int32), rows[:, :-1]], axis=1)
     read = jax.jit(functools.partial(model.attention_weights, layer=layer))
-    weights = read(params, columns, shifted, source_segment_ids=(columns != tokenizer.pad_id).astype(jnp.int32))
+    # by their lengths: a padding id may be that of the end
+    lengths = jnp.array([len(ids) for ids in source_ids], jnp.int32)
+    segment_ids = (jnp.arange(columns.shape[1], dtype=jnp.int32)[None] < lengths[:, None]).astype(jnp.int32)
+    weights = read(params, columns, shifted, source_segment_ids=segment_ids)
     return {place: np.asarray(array) for place, array in weights.items()}, source_ids, output_ids
 
 

@@ -32,7 +32,8 @@ class Fitted:
     params: dict
     tokenizer: Tokenizer
     summary: dict[str, Any]
-    """steps, epochs, train_seconds, tokens_per_second, parameters, validation_loss (the best), dropped_pairs."""
+    """steps, epochs, train_seconds, tokens_per_second, parameters, validation_loss (the best), dropped_examples,
+    padding_share."""
 
     @property
     def directory(self) -> Path:
@@ -42,12 +43,13 @@ class Fitted:
 def check_run(run: config.Run) -> None:
     """Raise `ValueError` unless the run directory is new or empty, or holds a run of this configuration to continue.
 
-    The message names the fields in which the configuration there differs; only run_dir, the place, may.
+    The message names the fields in which the configuration there differs; only the place (run_dir), the devices (mesh)
+    and the processes that make batches (data.workers) may.
     """
     directory, path = Path(run.run_dir), Path(run.run_dir) / "config.json"
     if path.exists():
         # read as a configuration: a field that is younger than the run has there the value it has by default
-        ours, theirs = (_without_place(config.to_dict(each)) for each in (run, read_config(directory)))
+        ours, theirs = (_outcome(config.to_dict(each)) for each in (run, read_config(directory)))
         if lines := config.differences(ours, theirs):
             raise ValueError(
                 f"{directory} holds a run with another configuration (field: asked for, there):\n  "
@@ -76,10 +78,22 @@ def read_config(directory: str | os.PathLike[str]) -> config.Run:
     path = Path(directory) / "config.json"
     if not path.exists():
         raise ValueError(f"{directory} holds no run: {path} does not exist")
-    values = json.loads(path.read_text())
-    if "family" not in values.get("model", {}):
+    return read_config_file(path)
+
+
+def read_config_file(path: str | os.PathLike[str]) -> config.Run:
+    """The configuration in a file as a run's config.json, which may have been written by hand.
+
+    Raises `FileNotFoundError`, and `ValueError` for what is not JSON and for a field that is unknown or missing.
+    """
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    given = values.get("model") if isinstance(values, dict) else None
+    if not isinstance(given, dict) or "family" not in given:
         raise ValueError(f"{path} does not name the family of its model: the field model.family is missing")
-    name, model = values["model"]["family"], {k: v for k, v in values["model"].items() if k != "family"}
+    name, model = given["family"], {k: v for k, v in given.items() if k != "family"}
     values["model"] = config.from_dict(family(name)[1], model, "config.model")
     return config.from_dict(config.Run, values)
 
@@ -111,5 +125,7 @@ def write_result(directory: str | os.PathLike[str], result: dict[str, Any]) -> P
     return path
 
 
-def _without_place(values: dict) -> dict:
-    return {k: v for k, v in values.items() if k != "run_dir"}
+def _outcome(values: dict) -> dict:
+    """What decides the outcome of a run: neither its place nor who shares the work."""
+    kept = {name: value for name, value in values.items() if name not in ("run_dir", "mesh")}
+    return kept | {"data": {name: value for name, value in values["data"].items() if name != "workers"}}

@@ -1,30 +1,14 @@
-"""The configuration of a run: frozen dataclasses, checked when built, strict JSON in and out.
-
-A family's own configuration (`TransformerConfig`, ...) lives in the file of its model; `Run` is generic in it. Every
-docstring under a field is its help on the command line.
-"""
+"""A run: its devices, optimizer, limits and decoding, and all of it together."""
 
 import dataclasses
-import json
 import math
-import types
-import typing
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
+
+from tfm_jax.config.checks import require
+from tfm_jax.config.data import Data
 
 ModelConfig = TypeVar("ModelConfig")
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise `ValueError(message)` unless the condition holds."""
-    if not condition:
-        raise ValueError(message)
-
-
-def require_rates(name: str, config: Any) -> None:
-    """Every field of a dataclass of rates must lie in [0, 1)."""
-    for key, rate in dataclasses.asdict(config).items():
-        require(0.0 <= rate < 1.0, f"{name}.{key} is {rate}: a dropout rate lies in [0, 1)")
 
 
 @dataclass(frozen=True)
@@ -42,59 +26,10 @@ class Mesh:
         for name, size in dataclasses.asdict(self).items():
             require(size >= 1, f"mesh.{name} is {size}: an axis spans at least one device")
 
-
-@dataclass(frozen=True)
-class Data:
-    """Where the text comes from and how it becomes batches."""
-
-    dir: str = ""
-    """Folder that holds the files of the experiment's data set, for experiments that read one."""
-    train_source: str = ""
-    """File with one source sentence a line (plain or .gz), for experiments on one's own text."""
-    train_target: str = ""
-    """File with the translation of each line of train_source."""
-    validation_source: str = ""
-    """As train_source, for the validation loss that guides patience and the best checkpoint."""
-    validation_target: str = ""
-    """As train_target, for validation."""
-    test_source: str = ""
-    """As train_source, for the scores in result.json; empty: the validation text is scored."""
-    test_target: str = ""
-    """As train_target, for the test."""
-    tokenizer: Literal["bpe", "word_bpe"] = "bpe"
-    """bpe: byte-level BPE, any Unicode text comes back exactly. word_bpe: BPE inside words split at spaces (Sennrich et
-    al. 2016), for text that is tokenised already. One vocabulary of model.vocab_size entries serves both languages."""
-    max_length: int = 256
-    """Longest sequence after tokenisation, end-of-text included. Unit: tokens."""
-    too_long: Literal["error", "drop"] = "error"
-    """What happens to a training or validation pair with a side over max_length: error names it, drop counts it."""
-    tokens_per_batch: int = 4096
-    """Budget of a batch: rows x the longer side's padded length. Unit: tokens."""
-    num_buckets: int = 8
-    """How many (source length, target length) shapes batches come in: each costs one compilation, more waste less."""
-    seed: int = 0
-    """Data order depends on (seed, epoch) alone."""
-
-    def __post_init__(self):
-        require(self.max_length >= 2, f"data.max_length is {self.max_length}: at least 2 tokens are needed")
-        require(self.num_buckets >= 1, f"data.num_buckets is {self.num_buckets}: at least 1 is needed")
-        require(
-            self.tokens_per_batch >= self.max_length,
-            f"data.tokens_per_batch ({self.tokens_per_batch}) is below data.max_length ({self.max_length}): "
-            "the longest pair would fit no batch",
-        )
-        for part in ("train", "validation", "test"):
-            source, target = getattr(self, f"{part}_source"), getattr(self, f"{part}_target")
-            require(
-                bool(source) == bool(target),
-                f"data.{part}_source is {source!r}, data.{part}_target {target!r}: give both files or neither",
-            )
-
-    def refuse(self, *names: str) -> None:
-        """Raise `ValueError` for a file or folder given to an experiment that would not read it."""
-        for name in names:
-            value = getattr(self, name)
-            require(not value, f"data.{name} is {value!r}, but this experiment does not read it: leave it out")
+    @property
+    def batch_shards(self) -> int:
+        """How many devices share the rows of a batch."""
+        return self.data * self.fsdp
 
 
 @dataclass(frozen=True)
@@ -236,63 +171,12 @@ class Run(Generic[ModelConfig]):
             self.data.max_length <= self.model.max_length,
             f"data.max_length ({self.data.max_length}) exceeds model.max_length ({self.model.max_length})",
         )
+        shards, multiple = self.mesh.batch_shards, self.data.rows_multiple
+        require(
+            multiple % shards == 0,
+            f"mesh.data x mesh.fsdp is {shards}: it must divide data.rows_multiple, {multiple}, to share every batch",
+        )
         require(
             self.decode.max_new_tokens <= self.model.max_length,
             f"decode.max_new_tokens ({self.decode.max_new_tokens}) exceeds model.max_length ({self.model.max_length})",
         )
-
-
-def to_dict(config: Any) -> dict:
-    """Nested dict of plain values; a model's config carries its `family` so that it can be found again."""
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    values = {k: to_dict(v) if dataclasses.is_dataclass(v) else v for k, v in values.items()}
-    family = getattr(config, "family", None)
-    return values if family is None else {"family": family} | values
-
-
-def to_json(config: Any) -> str:
-    """The configuration as indented JSON; `from_dict(cls, json.loads(...))` gives an equal one."""
-    return json.dumps(to_dict(config), indent=2, allow_nan=False) + "\n"
-
-
-def from_dict(cls: type, values: dict, where: str = "config") -> Any:
-    """Build the dataclass `cls` from a dict, strictly: unknown and missing fields and wrong types raise `ValueError`.
-
-    Fields that are not dataclasses must already have the type of their annotation (int is accepted for float).
-    """
-    hints, fields = typing.get_type_hints(cls), {f.name: f for f in dataclasses.fields(cls)}
-    unknown = sorted(set(values) - set(fields))
-    require(not unknown, f"{where}: unknown fields {unknown}; known are {sorted(fields)}")
-    required = {n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING}
-    missing = sorted(required - set(values))
-    require(not missing, f"{where}: missing fields {missing}")
-    return cls(**{name: _convert(hints[name], value, f"{where}.{name}") for name, value in values.items()})
-
-
-def _convert(hint: Any, value: Any, where: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        require(type(value) is dict, f"{where} is {value!r}: an object with its fields is expected")
-        return from_dict(hint, value, where)
-    origin, options = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        require(value in options, f"{where} is {value!r}: one of {list(options)} is expected")
-        return value
-    if isinstance(hint, TypeVar):
-        return value
-    allowed = options if origin in (typing.Union, types.UnionType) else (hint,)
-    if float in allowed and type(value) is int:
-        return float(value)
-    require(type(value) in allowed, f"{where} is {value!r} ({type(value).__name__}): {hint} is expected")
-    return value
-
-
-def differences(ours: dict, theirs: dict, where: str = "") -> list[str]:
-    """The fields in which two nested dicts differ, each as `name: ours, theirs`."""
-    lines = []
-    for key in sorted(ours.keys() | theirs.keys()):
-        one, other, name = ours.get(key), theirs.get(key), f"{where}{key}"
-        if isinstance(one, dict) and isinstance(other, dict):
-            lines += differences(one, other, f"{name}.")
-        elif one != other:
-            lines.append(f"{name}: {one!r}, {other!r}")
-    return lines
