@@ -4,7 +4,7 @@ Published are the code file of subword-nmt (`learn-bpe -s 10000` on the English 
 and tokenised) and the six texts it was applied to. Learned here by the same library and applied by this one's
 tokenizer, all seven files must have the published checksums, and the dictionary 9,712 entries.
 
-In about two minutes on one CPU core:
+In about ten seconds on one CPU core:
 
     python experiments/multi30k_bpe.py --dir DIR --out runs/multi30k_bpe
 

@@ -12,9 +12,10 @@ from tests.data import tiny
 from tests.data.tiny import BOS, EOS, MASK, PAD, SENTINELS, VOCAB_SIZE, assert_equal, epoch_of, segments, text_in
 from tfm_jax.config import Corruption, Data
 from tfm_jax.data.batches import Batches, make_batches, make_tokenizer
-from tfm_jax.data.examples import Examples, Labelled, Masked, NextToken, Pairs, Prefix, Ragged, Spans, Special
+from tfm_jax.data.examples import Examples
 from tfm_jax.data.plans import Members, Shape
 from tfm_jax.data.sources import Text
+from tfm_jax.data.tasks import Labelled, Masked, NextToken, Pairs, Prefix, Ragged, Spans, Special
 from tfm_jax.data.tokenizer import Tokenizer
 
 KINDS = tiny.kinds()

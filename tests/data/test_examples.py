@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from tests.data.tiny import BOS, EOS, MASK, PAD, SENTINELS, VOCAB_SIZE, Numbers, text, text_in
 from tfm_jax.config import Corruption, Data
 from tfm_jax.data.corruption import span_lengths
-from tfm_jax.data.examples import Labelled, Masked, NextToken, Pairs, Prefix, Ragged, Spans, Special, encode
+from tfm_jax.data.examples import encode
 from tfm_jax.data.sources import Text
+from tfm_jax.data.tasks import Labelled, Masked, NextToken, Pairs, Prefix, Ragged, Spans, Special
 
 PAIRS = Text((["5", "5 6 7", "", "6"], ["6", "8", "9 9", "5 5 5 5"]), ("a.en", "b.de"))
 LINES = Text((["5 6 7", "8", "", "9 10 11 12 13 14 15", "5"],), ("c.txt",), lines=[1, 3, 4, 7, 8])

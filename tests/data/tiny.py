@@ -8,8 +8,9 @@ import numpy as np
 from tfm_jax.config import Corruption, Data
 from tfm_jax.data.batches import Batches, make_batches
 from tfm_jax.data.corruption import restore_spans
-from tfm_jax.data.examples import Examples, Pairs, Ragged, Special
+from tfm_jax.data.examples import Examples
 from tfm_jax.data.sources import Text
+from tfm_jax.data.tasks import Pairs, Ragged, Special
 from tfm_jax.data.tokenizer import Tokenizer
 
 PAD, BOS, EOS, UNKNOWN, MASK = range(5)

@@ -9,8 +9,9 @@ import pytest
 from tests.train.killed_run import MODEL
 from tfm_jax.config import Corruption, Data, Decode, Mesh, Run, Train
 from tfm_jax.data.batches import Batches
-from tfm_jax.data.examples import Examples, Pairs, Ragged, Special
+from tfm_jax.data.examples import Examples
 from tfm_jax.data.sources import parallel
+from tfm_jax.data.tasks import Pairs, Ragged, Special
 from tfm_jax.data.tokenizer import Tokenizer
 from tfm_jax.decode.text import Output
 from tfm_jax.models import build

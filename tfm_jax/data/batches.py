@@ -4,6 +4,7 @@ A batch is a pure function of its step, so a run that stops resumes from the ste
 of hosts and workers: each host makes its rows of the batch that all share.
 """
 
+import functools
 import itertools
 import os
 import threading
@@ -16,9 +17,10 @@ import numpy as np
 from absl import flags
 
 from tfm_jax.config import Data, require
-from tfm_jax.data.examples import Example, Examples, encode
+from tfm_jax.data.examples import Examples, encode
 from tfm_jax.data.plans import BucketPlan, Members, PackPlan
 from tfm_jax.data.sources import Text
+from tfm_jax.data.tasks import Example
 from tfm_jax.data.tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]
@@ -55,6 +57,7 @@ class Batches:
         shuffle: bool = True,
     ):
         require(len(examples) > 0, "there are no examples to make batches of: give at least one")
+        require(examples.labels is None or row_length is None, "a label is that of a row: leave row_length out")
         self.examples, self._seed, self._shuffle = examples, seed, shuffle
         settings = {"budget": tokens_per_batch, "multiple": rows_multiple}
         if row_length is None:
@@ -205,7 +208,8 @@ def stream(
 
     They are made ahead by two threads, or by `workers` processes; a script that asks for processes must be importable
     (`if __name__ == "__main__":`). `start` is the only state: a stream begun there continues an earlier one, whatever
-    the numbers of workers and hosts of either. Closing the generator ends threads and processes.
+    the numbers of workers and hosts of either. Closing the generator ends threads and processes. An array that a
+    process made holds an open file until it is freed, so let go of batches that are done with.
     """
     ends = [end for end in (stop, batches.end, 2**62) if end is not None]
     steps = grain.MapDataset.range(start, max(start, min(ends)))
@@ -216,7 +220,7 @@ def stream(
         if not flags.FLAGS.is_parsed():  # grain reads its settings from there when it starts processes
             flags.FLAGS.mark_as_parsed()
         options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
-        ahead = ahead.mp_prefetch(options, worker_init_fn=_ends_with_its_parent)
+        ahead = ahead.mp_prefetch(options, worker_init_fn=functools.partial(_ends_with, os.getpid()))
     iterator = iter(ahead)
     try:
         yield from iterator
@@ -224,9 +228,8 @@ def stream(
         iterator.close()
 
 
-def _ends_with_its_parent(worker: int, workers: int) -> None:
+def _ends_with(parent: int, worker: int, workers: int) -> None:
     """A worker whose parent was killed would wait for ever."""
-    parent = os.getppid()
 
     def watch():
         while os.getppid() == parent:

@@ -14,9 +14,10 @@ from jaxtyping import Int
 from tfm_jax.config import Data
 from tfm_jax.data.batches import Batch, Batches, stream
 from tfm_jax.data.corruption import restore_spans
-from tfm_jax.data.examples import Examples, Lengths, Ragged, encode
+from tfm_jax.data.examples import Examples, encode
 from tfm_jax.data.plans import Shape
 from tfm_jax.data.sources import Split, Text
+from tfm_jax.data.tasks import Lengths, Ragged
 from tfm_jax.data.tokenizer import Tokenizer
 
 _WIDTH = 108

@@ -80,10 +80,15 @@ class PackPlan:
 
     A row has `row_length` tokens on the side that has more of them, and on the other as many fewer as its examples
     have. Rows are filled from the longest example down, each into the fullest row that has room on every side (best
-    fit decreasing, from the lengths alone as Krell et al. 2021). Raises `ValueError` if no row fits the budget.
+    fit decreasing, from the lengths alone as Krell et al. 2021). Raises `ValueError` if no row fits the budget, and if
+    an example is longer than a row.
     """
 
     def __init__(self, lengths: Int[np.ndarray, "n sides"], *, budget: int, row_length: int, multiple: int):
+        if (longest := int(lengths.max())) > row_length:
+            raise ValueError(
+                f"row_length is {row_length}, the longest example has {longest} tokens: raise it to at least that"
+            )
         totals = lengths.sum(axis=0)
         sides = np.maximum(-(-row_length * totals // totals.max()), lengths.max(axis=0))
         row_of, number = _best_fit(lengths, sides)

@@ -50,10 +50,10 @@ def _share(mesh: jax.sharding.Mesh) -> tuple[int, int]:
     shards = math.prod(mesh.shape[axis] for axis in sharding.spec[0])
     owners = sharding.addressable_devices_indices_map((shards,))
     own = sorted({index[0].indices(shards)[0] for index in owners.values()})
-    host, rest = divmod(own[0], len(own))
-    if rest or own != list(range(own[0], own[0] + len(own))) or shards % len(own):
+    first, count = min(own, default=0), max(len(own), 1)
+    if own != list(range(first, first + count)) or first % count or shards % count:
         raise ValueError(
-            f"process {jax.process_index()} holds the parts {own} of the {shards} that share a batch: "
-            "lay the mesh out such that every process has as many parts, one after another"
+            f"process {jax.process_index()} holds the parts {own} of the {shards} that share a batch: lay the mesh out "
+            "such that every process has as many parts, one after another"
         )
-    return host, shards // len(own)
+    return first // count, shards // count
