@@ -1,6 +1,9 @@
 """A benchmark measures what it says, in a size that a test has time for; what the README shows is what was kept."""
 
+import gzip
+import itertools
 import json
+import lzma
 import os
 import runpy
 from dataclasses import replace
@@ -10,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.benchmarks import attention, decode
+from experiments.benchmarks import attention, data, decode
 
 RESULTS = Path(__file__).parents[1] / "experiments" / "results"
 TINY = replace(
@@ -175,3 +178,50 @@ def test_the_readme_shows_the_kept_result_of_decoding():
     ratios = {(row["size"], row["beams"]): row["ratio"] for row in kept["rows"] if "peer" in row}
     assert ratios["base", 4] >= 1.0 and ratios["tiny", 4] >= 0.85
     assert all(row["same_outputs"] == 1.0 for row in kept["rows"] if "peer" in row)
+
+
+def test_batches_are_measured_with_their_floor(tmp_path, capsys):
+    """Of a text that is there in the folders where the real ones are."""
+    rng = np.random.default_rng(0)
+    lines = [" ".join(rng.choice(list("abcdefg"), size=3 + i % 7)) for i in range(97)]
+    for name, language in itertools.product(("train", "val"), ("en", "de")):
+        path = tmp_path / "multi30k" / "tok" / f"{name}.lc.norm.tok.{language}.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    (tmp_path / "wikitext2").mkdir()
+    (tmp_path / "wikitext2" / "wiki.train.tokens.xz").write_bytes(lzma.compress("\n".join(lines).encode()))
+    run = data.CONFIG.pairs
+    model = replace(run.model, vocab_size=31, max_length=19, d_model=8, d_ff=8, num_heads=2)
+    model = replace(model, num_encoder_layers=1, num_decoder_layers=1)
+    sizes = {"max_length": 19, "tokens_per_batch": 152, "num_buckets": 2}
+    config = replace(
+        data.CONFIG,
+        dir=str(tmp_path),
+        json=str(tmp_path / "d.json"),
+        pairs=replace(
+            run, model=model, data=replace(run.data, merges=0, **sizes), decode=replace(run.decode, max_new_tokens=9)
+        ),
+        text=replace(data.CONFIG.text, **sizes),
+        text_vocab=400,
+        workers=(0,),
+        batches=2,
+        rounds=2,
+        steps=2,
+        shapes=1,
+    )
+    data.main(config)
+    result = json.loads((tmp_path / "d.json").read_text(encoding="utf-8"))
+    assert len(result["rows"]) == len(data.cases(config)) == 10 and result["train_loop"]["steps"] == 2
+    for row in result["rows"]:
+        assert 0 <= row["padding_share"] < 0.7 and 0 < row["slowest"] <= row["tokens_per_second"]
+    assert 0 <= result["train_loop"]["input_wait"] < 1
+    assert data.markdown(result) in capsys.readouterr().out
+
+
+def test_the_readme_shows_the_kept_result_of_batches():
+    """Little padding in few shapes, half a million tokens a second, and a train loop that does not wait."""
+    kept = json.loads((RESULTS / "data_cpu.json").read_text(encoding="utf-8"))
+    assert data.markdown(kept) in (RESULTS / "README.md").read_text(encoding="utf-8")
+    claims = data.claims(kept)
+    assert [claim["limit"] for claim in claims] == [0.10, 16, 0.03, 500_000.0, 0.02]
+    assert [claim for claim in claims if not claim["holds"]] == []

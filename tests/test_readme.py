@@ -54,3 +54,10 @@ def test_the_library_is_used_as_shown():
     query = key = value = jax.random.normal(jax.random.key(0), (2, 7, 8, 16))
     shown = run(block("alibi(num_heads=8)"), __name__="readme", query=query, key=key, value=value)
     assert shown["out"].shape == query.shape
+
+
+def test_data_is_batched_as_shown(capsys):
+    run(block("make_batches(data, lines"), __name__="readme")
+    first, *steps = capsys.readouterr().out.splitlines()
+    assert first.startswith("[Shape(rows=8, lengths=(64, ") and len(steps) == 3
+    assert all("<extra_id_0>" in step for step in steps)
