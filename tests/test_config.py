@@ -161,6 +161,7 @@ REFUSED = [
     (Data, {"max_length": 1}, ["data.max_length", "1", "2"]),
     *((Data, {name: 0}, [f"data.{name}", "0"]) for name in ("num_buckets", "rows_multiple")),
     *((Data, {name: -1}, [f"data.{name}", "-1"]) for name in ("workers", "seed")),
+    (Data, {"max_length": 3, "corruption": Corruption("prefix")}, ["data.max_length", "3", "prefix", "4"]),
     (Data, {"batching": "packed", "rows_multiple": 17}, ["4096", "256", "data.rows_multiple", "17"]),
     (Data, {"format": "tsv"}, ["data.features", "one or two", "tsv"]),
     (Data, {"format": "jsonl", "features": ("a", "b", "c")}, ["data.features", "one or two", "jsonl"]),

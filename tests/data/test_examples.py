@@ -1,5 +1,7 @@
 """From text to examples: what is read and predicted, pieces that are the text again, and what is refused by name."""
 
+import collections
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -107,10 +109,14 @@ def test_too_long_takes_its_pair_with_it_and_is_counted():
 def test_a_text_that_just_fits_is_left_whole_and_one_longer_is_not(hide, too_long, length):
     """The longest text of which no side is over the limit is found by making examples of all lengths."""
     own = [" ".join(map(str, range(10, 10 + n))) for n in range(4 * length)]
+    if hide == "prefix" and length < 4:
+        with pytest.raises(ValueError, match=rf"data.max_length is {length}: .*prefix"):
+            encoded(Text((own,), ("a",)), hide=hide, max_length=length)
+        return
     whole = made(encoded(Text((own,), ("a",)), hide=hide, max_length=97))
     room = [max(len(x) for x in example.values()) for example in whole]
-    # a prefix is cut anywhere: either side may get all tokens but one, and its end
-    room = [max(n, n + (n < 2)) for n in range(4 * length)] if hide == "prefix" else room
+    # a row holds the parts of two texts that are cut in two: as many tokens as the longer has, and two ends
+    room = [n + 2 for n in range(4 * length)] if hide == "prefix" else room
     longest = max(n for n, needed in enumerate(room) if needed <= length)
     assert sorted(room) == room
     fitting = encoded(Text(([own[longest]],), ("a",)), hide=hide, max_length=length, too_long=too_long)
@@ -129,6 +135,7 @@ def test_a_text_that_just_fits_is_left_whole_and_one_longer_is_not(hide, too_lon
 @given(lengths=st.lists(st.integers(0, 23), min_size=1, max_size=7), max_length=st.sampled_from([3, 5, 7]))
 def test_pieces_of_a_text_are_the_text(hide, lengths, max_length):
     """Pieces fit, and joined they are the texts with their ends; a piece is read after the token before it."""
+    max_length += hide == "prefix"  # which refuses 3
     own = [list(range(10, 10 + n)) for n in lengths]
     examples = encoded(
         Text(([" ".join(map(str, ids)) for ids in own],), ("a",)), hide=hide, max_length=max_length, too_long="split"
@@ -297,6 +304,24 @@ def test_masked_tokens_are_predicted_where_they_stand():
     assert tuple(examples.make(0, seed=1, epoch=1).predicted.tolist()) != chosen[1]
 
 
+def test_two_texts_cut_in_two_fill_a_row():
+    """The sources of both have as many tokens as the longer text, the targets as the shorter, whatever is drawn."""
+    own = Text(([" ".join(["7"] * length) for length in (5, 1, 8, 9, 0, 6, 13)],), ("a",))
+    examples = encoded(own, hide="prefix", max_length=17)
+    units, lengths = examples.units
+    assert [unit.tolist() for unit in units] == [[0, 5], [2, 3], [1], [4], [6]]
+    assert lengths.tolist() == [[6 + 2, 5 + 2], [9 + 2, 8 + 2], [3, 3], [2, 2], [15, 15]]
+    cuts = collections.defaultdict(set)
+    for epoch in range(97):
+        made = [examples.make(i, seed=0, epoch=epoch) for i in range(len(own))]
+        for unit, row in list(zip(units, lengths.tolist(), strict=True))[:2]:
+            assert [sum(len(side) for side in sides) for sides in zip(*[made[i][:2] for i in unit], strict=True)] == row
+        for i, example in enumerate(made):
+            cuts[i].add(len(example.source) - 1)
+    assert cuts[0] == {1, 2, 3, 4} and cuts[2] == set(range(1, 8)) and cuts[6] == set(range(1, 13))
+    assert cuts[5] == {2, 3, 4, 5} and cuts[3] == set(range(2, 9)) and cuts[1] == {1} and cuts[4] == {0}
+
+
 @pytest.mark.parametrize("task", [Pairs, NextToken, Labelled, Masked, Spans, Prefix])
 def test_special_ids_that_coincide_do_no_harm(task):
     """Padding, start and end may be one id: lengths, and what is predicted where, never come from ids."""
@@ -307,8 +332,8 @@ def test_special_ids_that_coincide_do_no_harm(task):
     def make(pad, bos, eos):
         special = Special(pad, bos, eos, MASK, SENTINELS, frozenset({pad, bos, eos, MASK, *SENTINELS}), VOCAB_SIZE)
         texts = (Ragged.of([np.array([*ids, eos], np.int32) for ids in ordinary]),) * sides
-        one = task(special, hide)
-        found = [one.make((text[i],) * sides, bos, np.random.default_rng(i)) for i, text in enumerate([texts[0]] * 5)]
+        one = task(special, hide).of(texts)
+        found = [one.make(i, tuple(text[i] for text in texts), bos, np.random.default_rng) for i in range(5)]
         return one.lengths(texts).tolist(), one.num_tokens(texts).tolist(), found
 
     lengths, tokens, distinct = make(PAD, BOS, EOS)

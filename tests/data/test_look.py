@@ -160,9 +160,9 @@ def test_both_parts_around_a_place_that_is_drawn():
     tokenizer = byte_tokenizer()
     batches = batches_of(lines_of("abcdefg"), tokenizer, corruption=Corruption("prefix"))
     shown = parts(show_row(batches[0], 0, tokenizer))
-    first, second = (shown[name].removesuffix(" </s>") for name in ("source", "target"))
+    first, second = (shown[name].removesuffix(" </s>") for name in ("1 source", "1 target"))
     assert first + second == "abcdefg" and first and second
-    assert show_row(batches[0], 0, tokenizer).startswith("row 0: 5 of 14 cells are padding\n")
+    assert show_row(batches[0], 0, tokenizer).startswith("row 0: 9 of 18 cells are padding\n")
 
 
 def test_labelled_texts(tmp_path):
@@ -283,15 +283,15 @@ def test_a_text_that_serves_two_splits_is_counted_once():
 
 
 def test_lengths_that_are_drawn_are_upper_bounds():
-    """ "ab" and "cdefg" are cut anywhere, and both parts end: 4 + 7 tokens, each side at most 2 and 5."""
+    """ "ab" and "cdefg" are cut anywhere, and all parts end: 4 + 7 tokens, which fill the row of both."""
     tokenizer = byte_tokenizer()
     text = lines_of("ab", "cdefg")
     batches = batches_of(text, tokenizer, corruption=Corruption("prefix"))
     found = look_at(text, batches.examples, tokenizer)
-    assert found.num_tokens == 11 and found.lengths.tolist() == [[2, 2], [5, 5]]
+    assert found.num_tokens == 11 and found.lengths.tolist() == [[4, 4], [7, 7]]
     assert "upper bounds" in describe(settings(), {"train": found}, batches, 1.0)
     (use,) = shape_uses(batches)
-    assert (use.name, use.batches, use.tokens, use.padding) == ("2 x 5, 5", 1, 11, 9)
+    assert (use.name, use.batches, use.tokens, use.padding) == ("1 x 7, 4", 1, 11, 0)
 
 
 WORDS = ["a" * (1 + i % 9) + "b" for i in range(41)]
@@ -301,8 +301,8 @@ TASKS = {
     "blocks": (lines_of(*WORDS), {"batching": "blocks"}),
     "masked": (lines_of(*WORDS), {"corruption": Corruption("mask"), "max_length": 13}),
     "spans": (lines_of(*WORDS), {"corruption": Corruption("spans")}),
-    "prefix": (lines_of(*WORDS), {"corruption": Corruption("prefix")}),
-    "packed prefix": (lines_of(*WORDS), {"corruption": Corruption("prefix"), "batching": "packed"}),
+    "prefix": (lines_of(*WORDS), {"corruption": Corruption("prefix"), "max_length": 13}),
+    "packed prefix": (lines_of(*WORDS), {"corruption": Corruption("prefix"), "max_length": 13, "batching": "packed"}),
     "labelled": (Text((WORDS,), ("w",), np.arange(41, dtype=np.int32)), {"max_length": 13}),
 }
 

@@ -108,6 +108,10 @@ class Data:
         for name, low in {"num_buckets": 1, "rows_multiple": 1, "workers": 0, "seed": 0, "merges": 0}.items():
             value = getattr(self, name)
             require(value is None or value >= low, f"data.{name} is {value}: at least {low} is needed")
+        require(
+            self.max_length >= 4 or self.corruption.name != "prefix",
+            f"data.max_length is {self.max_length}: for prefix at least 4 are needed, two of a text and two ends",
+        )
         # rows of buckets are as long as what is in them, which is known when the text is
         rows = 1 if self.batching == "buckets" else self.rows_multiple
         require(

@@ -31,15 +31,15 @@ class Batches:
 
     tokens, targets, segment_ids (B T) are int32, weights (B T) float32; two-sided examples add source_tokens and
     source_segment_ids (B S), labelled ones labels (B) and token_types (B T). Weights are 1 where a target is to be
-    predicted and else 0. Segment ids are 0 on padding and else 1, or with `row_length` 1, 2, ... for the examples of a
-    row, and then positions and source_positions count from 0 in each of them. Rows beyond the examples of a batch are
-    all padding.
+    predicted and else 0. Segment ids are 0 on padding and else 1, or where rows hold several examples (with
+    `row_length`, and texts cut in two) 1, 2, ... for each of them; then positions and source_positions are there as
+    well and count from 0 in each. Rows beyond the examples of a batch are all padding.
 
     Every example occurs once an epoch. With `shuffle` epochs follow each other without end, in orders drawn from
     (seed, epoch); without, there is one epoch in a fixed order, after which `batches[step]` raises `IndexError`.
 
-    Without `row_length` examples of similar length share a batch, one a row (`BucketPlan`); with it rows of so many
-    tokens hold several (`PackPlan`). Rows times the longer length is at most `tokens_per_batch`; rows is a multiple of
+    Without `row_length` rows of similar length share a batch (`BucketPlan`); with it rows of so many tokens are filled
+    with examples (`PackPlan`). Rows times the longer length is at most `tokens_per_batch`; rows is a multiple of
     `rows_multiple`, which the number of devices that share a batch must divide. Raises `ValueError` if no row fits.
 
     `shapes`: those in use. `padding_share`: the share of an epoch's cells, all sides, that hold padding.
@@ -60,11 +60,12 @@ class Batches:
         require(examples.labels is None or row_length is None, "a label is that of a row: leave row_length out")
         self.examples, self._seed, self._shuffle = examples, seed, shuffle
         settings = {"budget": tokens_per_batch, "multiple": rows_multiple}
+        self._units, lengths = examples.units or (None, examples.lengths)
         if row_length is None:
-            self._plan = BucketPlan(examples.lengths, num_buckets=num_buckets, **settings)
+            self._plan = BucketPlan(lengths, num_buckets=num_buckets, **settings)
         else:
-            self._plan = PackPlan(examples.lengths, row_length=row_length, **settings)
-        self._packed, self._orders = row_length is not None, {}
+            self._plan = PackPlan(lengths, row_length=row_length, **settings)
+        self._packed, self._orders = row_length is not None or self._units is not None, {}
         self.shapes = self._plan.shapes
         self.steps_per_epoch = self._plan.num_batches
         self._num_tokens = examples.num_tokens
@@ -97,6 +98,8 @@ class Batches:
         if order is None:
             permute = np.random.default_rng([self._seed, epoch]).permutation if self._shuffle else np.asarray
             order = self._plan.order(permute)
+            if self._units is not None:
+                order = [members.of_units(self._units) for members in order]
             # readers run ahead over the end of an epoch by a few steps: two are in use at most
             self._orders = dict([*self._orders.items(), (epoch, order)][-2:])
         return order[index]

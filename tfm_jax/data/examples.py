@@ -1,5 +1,6 @@
 """From text to examples: ids in one array, and what is too long left out or cut."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -44,7 +45,8 @@ class Examples:
     cut: int = 0
 
     def __post_init__(self):
-        self.task.check(self.texts)  # not before: what is dropped or cut needs nothing
+        # not before: what is dropped or cut needs nothing
+        object.__setattr__(self, "task", self.task.of(self.texts))
 
     def __len__(self):
         return len(self.before)
@@ -59,10 +61,15 @@ class Examples:
         """Tokens of each example on all sides, the same in every epoch."""
         return self.task.num_tokens(self.texts)
 
+    @property
+    def units(self) -> tuple[Ragged, Lengths] | None:
+        """Indices of examples that stand in a row together, and the lengths of each such unit; None: each alone."""
+        return self.task.units(self.texts)
+
     def make(self, index: int, *, seed: int, epoch: int) -> Example:
         """One example in one epoch."""
         texts = tuple([text[index] for text in self.texts])
-        return self.task.make(texts, self.before[index], generator(seed, epoch, index) if self.task.drawn else None)
+        return self.task.make(index, texts, self.before[index], functools.partial(generator, seed, epoch))
 
 
 def encode(text: Text, tokenizer: Tokenizer, data: Data, *, vocab_size: int) -> Examples:
@@ -94,8 +101,9 @@ def encode(text: Text, tokenizer: Tokenizer, data: Data, *, vocab_size: int) -> 
         i = int(np.flatnonzero(longest > data.max_length)[0])
         raise ValueError(
             " and ".join(f"{text.where(i, c)} has {len(side[i])} tokens" for c, side in enumerate(texts))
-            + f", end-of-text included, a sequence {longest[i]}: max_length is {data.max_length} ({dropped} such "
-            "in all): raise data.max_length, shorten the lines, or set data.too_long to drop (or to split, for a text)"
+            + f", end-of-text included, which takes a row of {longest[i]}, and max_length is {data.max_length} "
+            f"({dropped} such in all): raise data.max_length, shorten the lines, or set data.too_long to drop (or to "
+            "split, for a text)"
         )
     require(len(kept) > 0, f"no example left of {', '.join(text.names)}: {dropped} of {len(text)} too long")
     if dropped:

@@ -158,7 +158,9 @@ def _describe_split(name: str, look: SplitLook, max_length: int) -> str:
         f"unknown tokens: {_describe_unknown(look.unknown)}",
     ]
     if look.num_tokens < look.lengths.sum():
-        facts.append("each epoch draws where a text is cut in two: the lengths of the sides are upper bounds")
+        facts.append(
+            "each epoch draws where a text is cut in two: the lengths of the sides are upper bounds, two share a row"
+        )
     table = [f"{'':8}{'tokens':>13}{'mean':>10}{'median':>10}{'95%':>10}{'longest':>10}"]
     for side, lengths in zip(side_names(look.lengths.shape[1]), look.lengths.T, strict=True):
         middle, most = np.quantile(lengths, [0.5, 0.95])

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
+from tfm_jax.data.tasks import Ragged
+
 # Shapes are chosen exactly among this many lengths a side; time and memory of the search grow with its fourth power.
 _CANDIDATE_LENGTHS = 40
 
@@ -42,9 +44,16 @@ class Members(NamedTuple):
         counts[: last - first] = self.counts[first:last]
         return Members(Shape(stop - start, self.shape.lengths), self.examples[ends[first] : ends[last]], counts)
 
+    def of_units(self, units: Ragged) -> "Members":
+        """The examples that these units of examples are made of."""
+        sizes, row = units.lengths[self.examples], np.repeat(np.arange(len(self.counts)), self.counts)
+        counts = np.zeros_like(self.counts)
+        np.add.at(counts, row, sizes)
+        return Members(self.shape, np.concatenate([units[i] for i in self.examples.tolist()]), counts)
+
 
 class BucketPlan:
-    """One example a row; examples of similar length share a batch, in at most `num_buckets` shapes.
+    """One example (or unit of examples) a row; similar lengths share a batch, in at most `num_buckets` shapes.
 
     The shapes are those that pad least. Rows times the longer length is at most `budget` (tokens), rows a multiple of
     `multiple`. Raises `ValueError` if no row of the longest examples fits.
