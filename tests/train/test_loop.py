@@ -240,9 +240,7 @@ def test_another_configuration_is_refused_by_its_fields(whole):
 def test_a_model_without_an_encoder_is_refused_before_anything_is_written(tmp_path):
     run = tiny_run(tmp_path / "run", steps=2)
     decoder = GPTConfig(260, max_length=24, d_model=8, d_ff=12, num_heads=2, num_layers=1)
-    with pytest.raises(
-        ValueError, match=r"'gpt' model \(decoder\) learns from a text with .* none, and this data is pairs"
-    ):
+    with pytest.raises(ValueError, match=r"'gpt' model \(decoder\) learns from .* none, and this data is pairs"):
         fit(replace(run, model=decoder))
     assert not (tmp_path / "run").exists()
 

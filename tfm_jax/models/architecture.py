@@ -8,6 +8,9 @@ from tfm_jax.nn.attention import head_size, kv_heads_of
 from tfm_jax.nn.blocks import BlockSizes
 from tfm_jax.nn.positions import require_implementation, require_positions
 from tfm_jax.ops import BlockSettings, Rotary
+from tfm_jax.ops.blocks import Activation
+
+Positions = Literal["sinusoidal", "sinusoidal_halves", "learned", "rope", "alibi", "shaw", "t5", "none"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Architecture:
     """Layer norm (Ba et al. 2016), or its scale alone (Zhang and Sennrich 2019)."""
     norm_eps: float = 1e-5
     """Added to the variance, or the mean square, in the norm."""
-    activation: Literal["relu", "gelu", "gelu_tanh", "silu", "geglu", "geglu_tanh", "swiglu"] = "relu"
+    activation: Activation = "relu"
     """Nonlinearity of the feed-forward network; gelu is the exact one. geglu, geglu_tanh and swiglu have a gate, and so
     a third matrix (Shazeer 2020)."""
     positions: Literal["sinusoidal", "sinusoidal_halves", "learned", "rope", "alibi", "shaw", "t5", "none"] = (

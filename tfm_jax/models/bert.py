@@ -9,12 +9,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from tfm_jax.config import require
-from tfm_jax.models.architecture import Architecture, Dropout
+from tfm_jax.models.architecture import Architecture, Dropout, Positions
 from tfm_jax.nn.blocks import Encoder
 from tfm_jax.nn.layers import NORMS, Embedding, param, xavier_uniform, zeros
 from tfm_jax.nn.positions import or_counted, position_bias, require_length, with_positions
 from tfm_jax.ops import AttentionMask, dropout
-from tfm_jax.ops.blocks import ACTIVATIONS, vocabulary_logits
+from tfm_jax.ops.blocks import ACTIVATIONS, Activation, vocabulary_logits
 from tfm_jax.ops.multi_head import add_bias
 from tfm_jax.sharding import constrain
 
@@ -40,9 +40,9 @@ class BERTConfig(Architecture):
     """Attention heads of each layer."""
     norm_eps: float = 1e-12
     """Added to the variance, or the mean square, in the norm."""
-    activation: Literal["relu", "gelu", "gelu_tanh", "silu", "geglu", "geglu_tanh", "swiglu"] = "gelu"
+    activation: Activation = "gelu"
     """Nonlinearity of the feed-forward network; gelu is the exact one. geglu, geglu_tanh and swiglu have a gate."""
-    positions: Literal["sinusoidal", "sinusoidal_halves", "learned", "rope", "alibi", "shaw", "t5", "none"] = "learned"
+    positions: Positions = "learned"
     """What tells positions apart, as in `TransformerConfig`."""
     token_types: int = 2
     """Kinds of tokens, first and second text: a vector for each is added to the embedding. 0: none."""

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from tfm_jax.models.architecture import Architecture, Dropout
+from tfm_jax.models.architecture import Architecture, Dropout, Positions
 from tfm_jax.nn.blocks import Encoder
 from tfm_jax.nn.layers import Embedding, param, xavier_uniform, zeros
 from tfm_jax.nn.positions import or_counted, position_bias, require_length, with_positions
 from tfm_jax.ops import AttentionMask, KVCache, Rotary, dropout
-from tfm_jax.ops.blocks import vocabulary_logits
+from tfm_jax.ops.blocks import Activation, vocabulary_logits
 from tfm_jax.ops.cache import Stored
 from tfm_jax.sharding import constrain
 
@@ -38,9 +38,9 @@ class GPTConfig(Architecture):
     """Attention heads of each layer."""
     norm: Literal["post", "pre"] = "pre"
     """Norm before each sublayer and at the end (GPT-2), or after each residual sum (GPT)."""
-    activation: Literal["relu", "gelu", "gelu_tanh", "silu", "geglu", "geglu_tanh", "swiglu"] = "gelu_tanh"
+    activation: Activation = "gelu_tanh"
     """Nonlinearity of the feed-forward network; gelu is the exact one. geglu, geglu_tanh and swiglu have a gate."""
-    positions: Literal["sinusoidal", "sinusoidal_halves", "learned", "rope", "alibi", "shaw", "t5", "none"] = "learned"
+    positions: Positions = "learned"
     """What tells positions apart, as in `TransformerConfig`."""
     tied_embeddings: bool = True
     """Embedding and output layer are one matrix."""
