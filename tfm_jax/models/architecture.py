@@ -128,15 +128,15 @@ class Architecture:
     @property
     def sizes(self) -> BlockSizes:
         """The widths as blocks take them."""
-        inward = "all" if self.attention_output_bias else "inward"
         return BlockSizes(
             self.d_model,
             self.d_ff,
             self.num_heads,
-            num_kv_heads=self.num_kv_heads,
             d_k=self.d_k,
             d_v=self.d_v,
-            attention_bias=inward if self.attention_bias else "none",
-            feed_forward_bias=self.feed_forward_bias,
+            attention_bias=self.attention_bias,
             shaw_distance=self.shaw_distance if self.positions == "shaw" else 0,
+            num_kv_heads=self.num_kv_heads,
+            attention_output_bias=self.attention_output_bias,
+            feed_forward_bias=self.feed_forward_bias,
         )

@@ -1,7 +1,5 @@
 """Multi-head attention with its parameters."""
 
-from typing import Literal
-
 import jax
 from flax import nnx
 from jaxtyping import Array, Float, Key
@@ -37,9 +35,9 @@ class MultiHeadAttention(nnx.Module):
     """`ops.multi_head_attention` with its parameters: 4 D^2 weights, beside biases, where N d_k = N d_v = D.
 
     d_k and d_v (the head sizes) are free; left out, d_k is d_model / num_heads and d_v is d_k. num_kv_heads: heads of
-    keys and values, each for as many heads of queries (Ainslie et al. 2023); None: num_heads. bias: of all four
-    projections, of query, key and value alone (inward), or of none. shaw_distance: k of the relative positions of Shaw
-    et al. (2018), which add two tables with 2 k + 1 rows that all heads share (their section 3.3); 0: none.
+    keys and values, each for as many heads of queries (Ainslie et al. 2023); None: num_heads. bias: of the projections,
+    the last one's only with output_bias. shaw_distance: k of the relative positions of Shaw et al. (2018), which add
+    two tables with 2 k + 1 rows that all heads share (their section 3.3); 0: none.
     """
 
     def __init__(
@@ -50,7 +48,8 @@ class MultiHeadAttention(nnx.Module):
         num_kv_heads: int | None = None,
         d_k: int | None = None,
         d_v: int | None = None,
-        bias: Literal["all", "inward", "none"] = "all",
+        bias: bool = True,
+        output_bias: bool = True,
         shaw_distance: int = 0,
         rngs: nnx.Rngs,
     ):
@@ -64,11 +63,11 @@ class MultiHeadAttention(nnx.Module):
         for name, heads in projections.items():
             shape, axes = (d_model, *heads), ("embed", "heads" if name == "query" else "kv_heads", None)
             setattr(self, name, param(shape, axes=axes, init=inward, rngs=rngs))
-            if bias != "none":
+            if bias:
                 setattr(self, f"{name}_bias", param(shape[1:], axes=axes[1:], init=zeros, rngs=rngs))
         shape, axes = (num_heads, d_v, d_model), ("heads", None, "embed")
         self.output = param(shape, axes=axes, init=outward, rngs=rngs)
-        if bias == "all":
+        if bias and output_bias:
             self.output_bias = param((d_model,), axes=(None,), init=zeros, rngs=rngs)
         if shaw_distance:
             for name, size in (("relative_key", d_k), ("relative_value", d_v)):

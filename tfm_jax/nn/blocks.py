@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +26,14 @@ class BlockSizes:
     d_model: int
     d_ff: int
     num_heads: int
-    num_kv_heads: int | None = None
     d_k: int | None = None
     d_v: int | None = None
-    attention_bias: Literal["all", "inward", "none"] = "all"
-    feed_forward_bias: bool = True
+    attention_bias: bool = True
     shaw_distance: int = 0
     """k of Shaw's relative positions in self-attention; 0: none."""
+    num_kv_heads: int | None = None
+    attention_output_bias: bool = True
+    feed_forward_bias: bool = True
 
 
 class EncoderBlock(nnx.Module):
@@ -97,6 +97,7 @@ def _attention(sizes: BlockSizes, rngs: nnx.Rngs, *, shaw_distance: int = 0) -> 
         d_k=sizes.d_k,
         d_v=sizes.d_v,
         bias=sizes.attention_bias,
+        output_bias=sizes.attention_output_bias,
         shaw_distance=shaw_distance,
         rngs=rngs,
     )

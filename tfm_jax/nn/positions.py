@@ -58,8 +58,7 @@ class ALiBiPositionBias(nnx.Module):
 def with_positions(
     x: Float[Array, "B T D"], positions: Int[Array, "#B T"], kind: str, table: Embedding | None
 ) -> Float[Array, "B T D"]:
-    """x plus the vectors of its positions, where positions are told by such: sinusoidal (in halves: all sines first), or
-    learned in `table`."""
+    """x plus the vectors of its positions, where such tell them: sinusoidal (in halves: sines first) or of `table`."""
     match kind:
         case "sinusoidal":
             return x + sinusoidal_positions(positions, x.shape[-1]).astype(x.dtype)
