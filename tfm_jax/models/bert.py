@@ -29,7 +29,7 @@ class BERTConfig(Architecture):
     """Entries of the vocabulary. Unit: tokens."""
     _: KW_ONLY
     num_layers: int = 12
-    """Blocks."""
+    """Blocks of the stack."""
     max_length: int = 512
     """Longest sequence the model accepts; learned positions have so many rows. Unit: tokens."""
     d_model: int = 768

@@ -29,7 +29,7 @@ class GPTConfig(Architecture):
     """Entries of the vocabulary. Unit: tokens."""
     _: KW_ONLY
     num_layers: int = 12
-    """Blocks."""
+    """Blocks of the stack."""
     d_model: int = 768
     """Width of the residual stream."""
     d_ff: int = 3072
