@@ -24,9 +24,12 @@ from tfm_jax.config import (
     to_json,
 )
 from tfm_jax.models import family
-from tfm_jax.models.transformer import Dropout, TransformerConfig
+from tfm_jax.models.architecture import Dropout
+from tfm_jax.models.bert import BERTConfig
+from tfm_jax.models.gpt import GPTConfig
+from tfm_jax.models.transformer import TransformerConfig
 
-SECTIONS = (Run, TransformerConfig, Dropout, Train, Data, Corruption, Optimizer, Decode, Mesh)
+SECTIONS = (Run, TransformerConfig, GPTConfig, BERTConfig, Dropout, Train, Data, Corruption, Optimizer, Decode, Mesh)
 
 
 def run(**changes):
@@ -242,9 +245,11 @@ def test_edges_that_have_a_meaning_are_accepted():
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
 def test_every_field_has_help(section):
     """The docstring under a field is its help; without one, tyro would show whatever comment is near."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0].body
+    classes = [each for each in section.__mro__ if dataclasses.is_dataclass(each)]
+    bodies = [ast.parse(textwrap.dedent(inspect.getsource(each))).body[0].body for each in classes]
     helped = {
         field.target.id
+        for body in bodies
         for field, text in zip(body, body[1:], strict=False)
         if isinstance(field, ast.AnnAssign)
         and isinstance(text, ast.Expr)

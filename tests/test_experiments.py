@@ -124,7 +124,7 @@ def test_parallel_text_without_training_text_says_what_to_give(tmp_path, monkeyp
     # one side alone has no translations to learn from
     write(tmp_path / "some.en", ["a text"] * 20)
     config = parallel_text.CONFIG
-    with pytest.raises(ValueError, match="has an encoder, and this data has no source"):
+    with pytest.raises(ValueError, match="learns from pairs, .*, and this data is a text"):
         parallel_text.main(replace(config, data=replace(config.data, train_source="some.en", num_buckets=1)))
     assert os.listdir() == ["some.en"]
 

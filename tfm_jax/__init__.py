@@ -8,6 +8,8 @@ import importlib
 __version__ = "0.1.0"
 
 _HOME = {
+    "BERT": "tfm_jax.models.bert",
+    "BERTConfig": "tfm_jax.models.bert",
     "GPT": "tfm_jax.models.gpt",
     "GPTConfig": "tfm_jax.models.gpt",
     "Model": "tfm_jax.models",

@@ -95,23 +95,45 @@ def layer_norm(params: dict, x: ArrayLike, *, eps: float) -> np.ndarray:
     return output
 
 
+def rms_norm(params: dict, x: ArrayLike, *, eps: float) -> np.ndarray:
+    """x / sqrt(mean of x^2 + eps) * scale of every vector of B T D (Zhang and Sennrich 2019, eq. 4)."""
+    x, scale = _wide(x), _wide(params["scale"])
+    output = np.zeros(x.shape)
+    for b, t in np.ndindex(x.shape[:2]):
+        output[b, t] = x[b, t] / math.sqrt((x[b, t] ** 2).sum() / x.shape[2] + eps) * scale
+    return output
+
+
 def feed_forward(params: dict, x: ArrayLike, *, activation: str) -> np.ndarray:
-    """activation(x W1 + b1) W2 + b2 of every vector of B T D (Vaswani et al. 2017, eq. 2)."""
+    """activation(x W1 + b1) W2 + b2 of every vector of B T D (Vaswani et al. 2017, eq. 2).
+
+    geglu, geglu_tanh and swiglu: (activation(x V + c) * (x W1 + b1)) W2 + b2 (Shazeer 2020, eq. 6).
+    """
     x, up, down = _wide(x), _wide(params["up"]), _wide(params["down"])
     output = np.zeros((*x.shape[:2], down.shape[1]))
     for b, t in np.ndindex(x.shape[:2]):
-        hidden = ACTIVATIONS[activation](x[b, t] @ up + _wide(params.get("up_bias", 0.0)))
+        hidden = x[b, t] @ up + _wide(params.get("up_bias", 0.0))
+        if activation in ("geglu", "geglu_tanh", "swiglu"):
+            gate = x[b, t] @ _wide(params["gate"]) + _wide(params.get("gate_bias", 0.0))
+            hidden = ACTIVATIONS[{"swiglu": "silu"}.get(activation, activation.replace("glu", "lu"))](gate) * hidden
+        else:
+            hidden = ACTIVATIONS[activation](hidden)
         output[b, t] = hidden @ down + _wide(params.get("down_bias", 0.0))
     return output
 
 
 def multi_head_attention(
-    params: dict, query: ArrayLike, key: ArrayLike, value: ArrayLike, *, mask: ArrayLike | None = None
+    params: dict,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    mask: ArrayLike | None = None,
+    scale: float | None = None,
 ) -> np.ndarray:
     """Concat(head_1, ..., head_N) W_O (Vaswani et al. 2017, section 3.2.2): query B T D, key and value B S D."""
-    heads = dot_product_attention(
-        _heads(params, "query", query), _heads(params, "key", key), _heads(params, "value", value), mask=mask
-    )
+    projected = (_heads(params, name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    heads = dot_product_attention(*projected, mask=mask, scale=scale)
     W_O = _wide(params["output"])
     N, E, D = W_O.shape
     output = np.zeros((*heads.shape[:2], D))
@@ -128,15 +150,16 @@ def encoder_block(
     norm: str = "post",
     norm_eps: float = 1e-5,
     activation: str = "relu",
+    scale: float | None = None,
 ) -> np.ndarray:
     """Self-attention and feed-forward with residuals and norms: B T D to B T D, without dropout.
 
-    norm: "post" (Vaswani et al. 2017, section 3.1) or "pre" (Xiong et al. 2020).
+    norm: "post" (Vaswani et al. 2017, section 3.1) or "pre" (Xiong et al. 2020). scale: of scores; None: 1/sqrt(d_k).
     """
     x = _residual(
         params["attention_norm"],
         x,
-        lambda h: multi_head_attention(params["attention"], h, h, h, mask=mask),
+        lambda h: multi_head_attention(params["attention"], h, h, h, mask=mask, scale=scale),
         norm=norm,
         eps=norm_eps,
     )
@@ -159,12 +182,13 @@ def decoder_block(
     norm: str = "post",
     norm_eps: float = 1e-5,
     activation: str = "relu",
+    scale: float | None = None,
 ) -> np.ndarray:
     """Self-attention, attention to the encoder's output B S D and feed-forward, as `encoder_block`."""
     sublayers = {
-        "attention": lambda h: multi_head_attention(params["attention"], h, h, h, mask=mask),
+        "attention": lambda h: multi_head_attention(params["attention"], h, h, h, mask=mask, scale=scale),
         "cross_attention": lambda h: multi_head_attention(
-            params["cross_attention"], h, encoded, encoded, mask=cross_mask
+            params["cross_attention"], h, encoded, encoded, mask=cross_mask, scale=scale
         ),
         "feed_forward": lambda h: feed_forward(params["feed_forward"], h, activation=activation),
     }
@@ -213,8 +237,13 @@ def _heads(params, name, x):
 def _residual(norm_params, x, sublayer, *, norm, eps):
     match norm:
         case "post":
-            return layer_norm(norm_params, _wide(x) + sublayer(x), eps=eps)
+            return _normalized(norm_params, _wide(x) + sublayer(x), eps)
         case "pre":
-            return _wide(x) + sublayer(layer_norm(norm_params, x, eps=eps))
+            return _wide(x) + sublayer(_normalized(norm_params, x, eps))
         case other:
             raise ValueError(f"norm placement must be 'pre' or 'post', got {other!r}")
+
+
+def _normalized(params, x, eps):
+    """RMSNorm is the one that has no bias."""
+    return (layer_norm if "bias" in params else rms_norm)(params, x, eps=eps)

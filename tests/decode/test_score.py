@@ -163,7 +163,7 @@ def test_what_cannot_be_scored_is_refused(pair, alone):
         score_targets(*pair, ["a", "b"], ["a" * 17, "a" * 18])
     with pytest.raises(ValueError, match="sources 0: the text has 20 tokens"):
         score_targets(*pair, ["a" * 18], ["a"])
-    with pytest.raises(ValueError, match="'gpt' model has no encoder"):
+    with pytest.raises(ValueError, match="'gpt' model does not translate: it has no encoder"):
         score_targets(*alone, ["a"], ["a"])
     with pytest.raises(ValueError, match="'transformer' model"):
         perplexity(*pair, ["a"])

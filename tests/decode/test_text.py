@@ -385,7 +385,7 @@ def test_settings_without_meaning_are_refused(values, said):
 
 
 def test_each_kind_of_model_names_what_it_does(tiny):
-    with pytest.raises(ValueError, match="'gpt' model has no encoder.*generate"):
+    with pytest.raises(ValueError, match="'gpt' model does not translate: it has no encoder.*generate"):
         translate(*language_model(260), ["abc"], decode=DECODE)
     for use in (complete, stream):
         with pytest.raises(ValueError, match="'transformer' model.*translate"):

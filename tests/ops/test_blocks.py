@@ -18,7 +18,7 @@ from tfm_jax.ops import (
     layer_norm,
     multi_head_attention,
 )
-from tfm_jax.ops.blocks import decoder_block_weights, encoder_block_weights
+from tfm_jax.ops.blocks import decoder_block_weights, encoder_block_weights, rms_norm
 from tfm_jax.ops.multi_head import keys_values
 
 B, T, S, D, N, H, E, F = 2, 5, 7, 11, 3, 2, 4, 13
@@ -95,6 +95,49 @@ def test_layer_norm_is_the_oracles(eps, first):
     rng = np.random.default_rng(0)
     params, x = norm_params(rng), normal(rng, B, T, D) * 3 + 1
     np.testing.assert_allclose(layer_norm(params, x, eps=eps), oracle_blocks.layer_norm(params, x, eps=eps), **FLOAT32)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, FLOAT32), (jnp.bfloat16, {"rtol": 1e-2, "atol": 1e-2})])
+def test_rms_norm_is_the_oracles(dtype, tolerance):
+    """B09, B58: in float32 whatever the input, with an eps that matters for small vectors."""
+    rng = np.random.default_rng(0)
+    scale, x = (
+        normal(rng, D).astype(dtype),
+        (normal(rng, B, T, D) * jnp.asarray([1e-3, 300.0])[:, None, None]).astype(dtype),
+    )
+    output = rms_norm({"scale": scale}, x, eps=1e-6)
+    assert output.dtype == dtype
+    expected = oracle_blocks.rms_norm({"scale": scale}, x, eps=1e-6)
+    np.testing.assert_allclose(np.asarray(output, np.float64), expected, **tolerance)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", ["geglu", "geglu_tanh", "swiglu"])
+def test_gated_feed_forward_is_the_oracles(activation, bias):
+    rng = np.random.default_rng(0)
+    params = feed_forward_params(rng, bias=bias) | {"gate": normal(rng, D, F) / 3}
+    params |= {"gate_bias": normal(rng, F)} if bias else {}
+    x = normal(rng, B, T, D)
+    expected = oracle_blocks.feed_forward(params, x, activation=activation)
+    np.testing.assert_allclose(feed_forward(params, x, activation=activation), expected, **FLOAT32)
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_blocks_of_other_families_are_the_oracles(norm):
+    """Fewer heads of keys and values, RMSNorm, a gate, scores as they are, no biases: encoder and decoder block."""
+    rng = np.random.default_rng(0)
+    own = attention_params(rng, bias=False)
+    own |= {name: normal(rng, D, 1, size) / 3 for name, size in (("key", H), ("value", E))}
+    params = {name: own for name in ("attention", "cross_attention")}
+    params["feed_forward"] = feed_forward_params(rng, bias=False) | {"gate": normal(rng, D, F) / 3}
+    params |= {f"{name}_norm": {"scale": normal(rng, D)} for name in tuple(params)}
+    settings = BlockSettings(norm=norm, norm_kind="rmsnorm", norm_eps=1e-3, activation="swiglu", attention_scale="none")
+    x, encoded, mask, cross_mask = inputs()
+    masks = {"mask": mask.array(T, T, N), "cross_mask": cross_mask.array(T, S, N)}
+    expected = oracle_blocks.decoder_block(params, x, encoded, **masks, **shown(settings), scale=1.0)
+    np.testing.assert_allclose(decode(params, x, encoded, mask, cross_mask, settings), expected, **FLOAT32)
+    expected = oracle_blocks.encoder_block(params, x, mask=masks["mask"], **shown(settings), scale=1.0)
+    np.testing.assert_allclose(encode(params, x, mask, settings), expected, **FLOAT32)
 
 
 def test_layer_norm_far_from_zero():

@@ -183,18 +183,23 @@ def one_line(text: str) -> str:
 
 
 def require_encoder(model: Model) -> None:
-    """Raise `ValueError` for a decoder-only model."""
-    family = model.config.family
-    require(
-        hasattr(model.module, "encode"),
-        f"a {family!r} model has no encoder and does not translate: it continues text (complete, on the command line "
-        "generate)",
-    )
+    """Raise `ValueError` unless the model translates: it has an encoder and a decoder."""
+    _require_kind(model, "encoder-decoder", "translate")
 
 
 def require_no_encoder(model: Model) -> None:
-    family = model.config.family
-    require(not hasattr(model.module, "encode"), f"a {family!r} model needs a source text: use translate")
+    """Raise `ValueError` unless the model continues a text: it is a decoder alone."""
+    _require_kind(model, "decoder", "continue a text")
+
+
+def _require_kind(model, wanted, what):
+    family, kind = model.config.family, model.config.kind
+    way = {
+        "encoder-decoder": "it needs a source text (translate)",
+        "decoder": "it has no encoder, it continues text (complete, on the command line generate)",
+        "encoder": "it has no decoder, it reads text and writes none",
+    }
+    require(kind == wanted, f"a {family!r} model does not {what}: {way[kind]}")
 
 
 def _require_numbers(log_probs: np.ndarray) -> None:

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+from tfm_jax.models.bert import BERT, BERTConfig
 from tfm_jax.models.gpt import GPT, GPTConfig
 from tfm_jax.models.model import Model
 from tfm_jax.models.transformer import Transformer, TransformerConfig
 
 FAMILIES: dict[str, tuple[type, type]] = {
     TransformerConfig.family: (Transformer, TransformerConfig),
+    BERTConfig.family: (BERT, BERTConfig),
     GPTConfig.family: (GPT, GPTConfig),
 }
 

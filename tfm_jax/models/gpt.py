@@ -1,29 +1,20 @@
-"""Decoder-only language models after GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask
-Learners")."""
+"""Decoder-only language models: GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"), and
+with other switches Llama (Touvron et al. 2023), Mistral and Qwen2."""
 
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from tfm_jax.config import require
-from tfm_jax.models.transformer import Dropout
-from tfm_jax.nn.attention import head_size
-from tfm_jax.nn.blocks import BlockSizes, Encoder
+from tfm_jax.models.architecture import Architecture, Dropout, Positions
+from tfm_jax.nn.blocks import Encoder
 from tfm_jax.nn.layers import Embedding, param, xavier_uniform, zeros
-from tfm_jax.nn.positions import (
-    or_counted,
-    position_bias,
-    require_implementation,
-    require_length,
-    require_positions,
-    with_positions,
-)
-from tfm_jax.ops import AttentionMask, BlockSettings, KVCache, Rotary, dropout
-from tfm_jax.ops.blocks import vocabulary_logits
+from tfm_jax.nn.positions import or_counted, position_bias, require_length, with_positions
+from tfm_jax.ops import AttentionMask, KVCache, Rotary, dropout
+from tfm_jax.ops.blocks import Activation, vocabulary_logits
 from tfm_jax.ops.cache import Stored
 from tfm_jax.sharding import constrain
 
@@ -31,62 +22,36 @@ Tokens = Int[Array, "B T"]
 
 
 @dataclass(frozen=True)
-class GPTConfig:
-    """Architecture and sizes; the defaults are GPT-2 small."""
+class GPTConfig(Architecture):
+    """Architecture and sizes; the defaults are GPT-2 small. Llama's are among the presets below."""
 
     vocab_size: int = 50_257
     """Entries of the vocabulary. Unit: tokens."""
-    max_length: int = 1024
-    """Longest sequence the model accepts; learned positions have so many rows. Unit: tokens."""
+    _: KW_ONLY
+    num_layers: int = 12
+    """Blocks of the stack."""
     d_model: int = 768
     """Width of the residual stream."""
     d_ff: int = 3072
     """Width of the feed-forward hidden layer."""
     num_heads: int = 12
     """Attention heads of each layer."""
-    num_layers: int = 12
-    """Blocks."""
-    d_k: int | None = None
-    """Width of a head's queries and keys. None: d_model / num_heads, which must be whole."""
-    d_v: int | None = None
-    """Width of a head's values. None: d_k."""
     norm: Literal["post", "pre"] = "pre"
-    """Layer norm before each sublayer and at the end (GPT-2), or after each residual sum (GPT)."""
-    norm_eps: float = 1e-5
-    """Added to the variance in layer norm."""
-    activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = "gelu_tanh"
-    """Nonlinearity of the feed-forward network; gelu is the exact one."""
-    positions: Literal["sinusoidal", "learned", "rope", "alibi", "shaw", "t5", "none"] = "learned"
+    """Norm before each sublayer and at the end (GPT-2), or after each residual sum (GPT)."""
+    activation: Activation = "gelu_tanh"
+    """Nonlinearity of the feed-forward network; gelu is the exact one. geglu, geglu_tanh and swiglu have a gate."""
+    positions: Positions = "learned"
     """What tells positions apart, as in `TransformerConfig`."""
-    rope: Rotary = field(default_factory=Rotary)
-    """Rotary embedding, for positions = rope."""
-    shaw_distance: int = 16
-    """Distance from which on all share one vector, for positions = shaw. Unit: tokens."""
-    t5_buckets: int = 32
-    """Buckets of distances, for positions = t5."""
-    t5_max_distance: int = 128
-    """Distance from which on all share the last bucket, for positions = t5. Unit: tokens."""
-    implementation: Literal["auto", "reference", "blockwise", "cudnn", "splash"] = "auto"
-    """Of attention over whole sequences; auto chooses by platform, shape and request (`ops.explain_implementation`)."""
     tied_embeddings: bool = True
     """Embedding and output layer are one matrix."""
-    attention_bias: bool = True
-    """Biases in the four projections of attention."""
-    head_bias: bool = False
-    """A bias in the output layer."""
     dropout: Dropout = field(default_factory=lambda: Dropout(embedding=0.1, residual=0.1, attention=0.1))
     """Dropout rate of each site."""
 
     family: ClassVar[str] = "gpt"
+    kind: ClassVar[str] = "decoder"
 
     def __post_init__(self):
-        for name in ("vocab_size", "max_length", "d_model", "d_ff", "num_heads", "num_layers", "d_k", "d_v"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"model.{name} is {value}: at least 1 is needed")
-        require(self.norm_eps > 0, f"model.norm_eps is {self.norm_eps}: it must be positive")
-        d_k = head_size(self.d_model, self.num_heads, self.d_k)
-        require_positions(self, d_k)
-        require_implementation(self, d_k)
+        self.check("num_layers")
 
 
 class GPT(nnx.Module):
@@ -98,25 +63,11 @@ class GPT(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
-        rates = config.dropout
-        settings = BlockSettings(
-            norm=config.norm,
-            norm_eps=config.norm_eps,
-            activation=config.activation,
-            rope=config.rope if config.positions == "rope" else None,
-            implementation=config.implementation,
-            residual_dropout=rates.residual,
-            attention_dropout=rates.attention,
-            feed_forward_dropout=rates.feed_forward,
-        )
-        shaw_distance = config.shaw_distance if config.positions == "shaw" else 0
-        heads = (config.num_heads, config.d_k, config.d_v, config.attention_bias, shaw_distance)
-        sizes = BlockSizes(config.d_model, config.d_ff, *heads)
         self.embedding = Embedding(config.vocab_size, config.d_model, rngs=rngs)
         if config.positions == "learned":
             self.position_embedding = Embedding(config.max_length, config.d_model, axis=None, rngs=rngs)
         bias = position_bias(config, bidirectional=False, rngs=rngs)
-        self.decoder = Encoder(sizes, settings, config.num_layers, position_bias=bias, rngs=rngs)
+        self.decoder = Encoder(config.sizes, config.settings, config.num_layers, position_bias=bias, rngs=rngs)
         if not config.tied_embeddings:
             shape = (config.vocab_size, config.d_model)
             self.head = param(shape, axes=("vocab", "embed"), init=xavier_uniform(), rngs=rngs)
@@ -155,10 +106,10 @@ class GPT(nnx.Module):
     def init_cache(self, batch: int, length: int) -> KVCache:
         """An empty cache for `length` columns."""
         config, dtype = self.config, self.embedding.table.dtype
-        d_k = head_size(config.d_model, config.num_heads, config.d_k)
+        d_k, d_v = config.head_sizes
         shape = Stored(
-            jax.ShapeDtypeStruct((batch, config.num_heads, d_k, length), dtype),
-            jax.ShapeDtypeStruct((batch, config.num_heads, length, config.d_v or d_k), dtype),
+            jax.ShapeDtypeStruct((batch, config.kv_heads, d_k, length), dtype),
+            jax.ShapeDtypeStruct((batch, config.kv_heads, length, d_v), dtype),
         )
         return KVCache.empty((shape,) * config.num_layers, length)
 
@@ -205,3 +156,46 @@ class GPT(nnx.Module):
 def gpt2_small() -> GPTConfig:
     """GPT-2 with 124 million parameters: 12 layers, 768 wide, 12 heads."""
     return GPTConfig()
+
+
+def llama(
+    vocab_size: int, *, num_layers: int, d_model: int, d_ff: int, num_heads: int, num_kv_heads: int, **other: Any
+) -> GPTConfig:
+    """The switches of Llama (Touvron et al. 2023): RMSNorm, rotary positions, SwiGLU, no biases, a head of its own."""
+    switches = {
+        "norm_kind": "rmsnorm",
+        "activation": "swiglu",
+        "positions": "rope",
+        "attention_bias": False,
+        "feed_forward_bias": False,
+        "tied_embeddings": False,
+        "dropout": Dropout(0.0, 0.0),
+    }
+    sizes = {"num_layers": num_layers, "d_model": d_model, "d_ff": d_ff}
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    return GPTConfig(vocab_size, **sizes, **heads, **switches | other)
+
+
+def llama2_7b() -> GPTConfig:
+    """Llama 2 with 6.74 billion parameters."""
+    sizes = {"num_layers": 32, "d_model": 4096, "d_ff": 11_008, "num_heads": 32, "num_kv_heads": 32}
+    return llama(32_000, **sizes, max_length=4096)
+
+
+def llama3_8b() -> GPTConfig:
+    """Llama 3 with 8.03 billion parameters: 8 heads of keys and values for 32 of queries."""
+    sizes = {"num_layers": 32, "d_model": 4096, "d_ff": 14_336, "num_heads": 32, "num_kv_heads": 8}
+    return llama(128_256, **sizes, max_length=8192, rope=Rotary(base=500_000.0))
+
+
+def mistral_7b() -> GPTConfig:
+    """Mistral 7B (v0.3), 7.25 billion parameters, attention over the whole sequence."""
+    sizes = {"num_layers": 32, "d_model": 4096, "d_ff": 14_336, "num_heads": 32, "num_kv_heads": 8}
+    return llama(32_768, **sizes, max_length=32_768, rope=Rotary(base=1_000_000.0))
+
+
+def qwen2_05b() -> GPTConfig:
+    """Qwen2 with 0.49 billion parameters: biases in query, key and value alone, one matrix for embedding and output."""
+    sizes = {"num_layers": 24, "d_model": 896, "d_ff": 4864, "num_heads": 14, "num_kv_heads": 2}
+    own = {"attention_bias": True, "attention_output_bias": False, "tied_embeddings": True, "norm_eps": 1e-6}
+    return llama(151_936, **sizes, max_length=32_768, rope=Rotary(base=1_000_000.0), **own)

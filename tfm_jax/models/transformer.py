@@ -1,6 +1,6 @@
 """The encoder-decoder Transformer of Vaswani et al., "Attention Is All You Need" (2017)."""
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
 import jax
@@ -8,19 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from tfm_jax.config import require, require_rates
-from tfm_jax.nn.attention import head_size
-from tfm_jax.nn.blocks import BlockSizes, Decoder, Encoder
-from tfm_jax.nn.layers import Embedding, param, xavier_uniform, zeros
-from tfm_jax.nn.positions import (
-    or_counted,
-    position_bias,
-    require_implementation,
-    require_length,
-    require_positions,
-    with_positions,
-)
-from tfm_jax.ops import AttentionMask, BlockSettings, KVCache, Rotary, dropout
+from tfm_jax.models.architecture import Architecture, Dropout
+from tfm_jax.nn.blocks import Decoder, Encoder
+from tfm_jax.nn.layers import Embedding, LayerNorm, param, xavier_uniform, zeros
+from tfm_jax.nn.positions import or_counted, position_bias, require_length, with_positions
+from tfm_jax.ops import AttentionMask, KVCache, dropout
 from tfm_jax.ops.blocks import vocabulary_logits
 from tfm_jax.sharding import constrain
 
@@ -29,83 +21,30 @@ SourceTokens = Int[Array, "B S"]
 
 
 @dataclass(frozen=True)
-class Dropout:
-    """Dropout rate of each site."""
-
-    embedding: float = 0.1
-    """On the sum of embedding and position."""
-    residual: float = 0.1
-    """On the output of each sublayer, before it is added to the residual stream."""
-    attention: float = 0.0
-    """On the attention weights."""
-    feed_forward: float = 0.0
-    """On the hidden layer of the feed-forward network."""
-
-    def __post_init__(self):
-        require_rates("dropout", self)
-
-
-@dataclass(frozen=True)
-class TransformerConfig:
+class TransformerConfig(Architecture):
     """Architecture and sizes; the defaults are the paper's base model."""
 
     vocab_size: int
     """Entries of the vocabulary that source and target share. Unit: tokens."""
-    max_length: int = 1024
-    """Longest sequence the model accepts; learned positions have so many rows. Unit: tokens."""
-    d_model: int = 512
-    """Width of the residual stream."""
-    d_ff: int = 2048
-    """Width of the feed-forward hidden layer."""
-    num_heads: int = 8
-    """Attention heads of each layer."""
+    _: KW_ONLY
     num_encoder_layers: int = 6
     """Blocks of the encoder."""
     num_decoder_layers: int = 6
     """Blocks of the decoder."""
-    d_k: int | None = None
-    """Width of a head's queries and keys. None: d_model / num_heads, which must be whole."""
-    d_v: int | None = None
-    """Width of a head's values. None: d_k."""
-    norm: Literal["post", "pre"] = "post"
-    """Layer norm after each residual sum (the paper), or before each sublayer and at the end (Xiong et al. 2020)."""
-    norm_eps: float = 1e-5
-    """Added to the variance in layer norm."""
-    activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = "relu"
-    """Nonlinearity of the feed-forward network; gelu is the exact one."""
-    positions: Literal["sinusoidal", "learned", "rope", "alibi", "shaw", "t5", "none"] = "sinusoidal"
-    """What tells positions apart: a vector added to the embedding (sinusoidal, learned), turned queries and keys (rope)
-    or biases by distance (alibi, shaw, t5) in self-attention."""
-    rope: Rotary = field(default_factory=Rotary)
-    """Rotary embedding, for positions = rope."""
-    shaw_distance: int = 16
-    """Distance from which on all share one vector, for positions = shaw. Unit: tokens."""
-    t5_buckets: int = 32
-    """Buckets of distances, for positions = t5."""
-    t5_max_distance: int = 128
-    """Distance from which on all share the last bucket, for positions = t5. Unit: tokens."""
-    implementation: Literal["auto", "reference", "blockwise", "cudnn", "splash"] = "auto"
-    """Of attention over whole sequences; auto chooses by platform, shape and request (`ops.explain_implementation`)."""
     tied_embeddings: Literal["all", "target_output", "source_target", "none"] = "all"
     """Which of source embedding, target embedding and output layer are one matrix."""
-    attention_bias: bool = True
-    """Biases in the four projections of attention."""
-    head_bias: bool = False
-    """A bias in the output layer."""
-    dropout: Dropout = field(default_factory=Dropout)
-    """Dropout rate of each site."""
+    embedding_scale: bool = True
+    """Embeddings are multiplied by sqrt(d_model) (Vaswani et al. 2017, section 3.4), or taken as they are."""
+    embedding_norm: bool = False
+    """Layer norm on the sum of embedding and position (BART)."""
+    logits_scale: bool = False
+    """What the output layer reads is divided by sqrt(d_model), as T5 does where it shares the embedding's matrix."""
 
     family: ClassVar[str] = "transformer"
+    kind: ClassVar[str] = "encoder-decoder"
 
     def __post_init__(self):
-        sizes = ("vocab_size", "max_length", "d_model", "d_ff", "num_heads", "num_encoder_layers", "num_decoder_layers")
-        for name in (*sizes, "d_k", "d_v"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"model.{name} is {value}: at least 1 is needed")
-        require(self.norm_eps > 0, f"model.norm_eps is {self.norm_eps}: it must be positive")
-        d_k = head_size(self.d_model, self.num_heads, self.d_k)
-        require_positions(self, d_k)
-        require_implementation(self, d_k)
+        self.check("num_encoder_layers", "num_decoder_layers")
 
 
 class Transformer(nnx.Module):
@@ -117,32 +56,16 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
-        rates, tied = config.dropout, config.tied_embeddings
-        settings = BlockSettings(
-            norm=config.norm,
-            norm_eps=config.norm_eps,
-            activation=config.activation,
-            rope=config.rope if config.positions == "rope" else None,
-            implementation=config.implementation,
-            residual_dropout=rates.residual,
-            attention_dropout=rates.attention,
-            feed_forward_dropout=rates.feed_forward,
-        )
-        sizes = BlockSizes(
-            config.d_model,
-            config.d_ff,
-            config.num_heads,
-            config.d_k,
-            config.d_v,
-            config.attention_bias,
-            config.shaw_distance if config.positions == "shaw" else 0,
-        )
+        tied, sizes, settings = config.tied_embeddings, config.sizes, config.settings
         self.embedding = Embedding(config.vocab_size, config.d_model, rngs=rngs)
         if tied in ("target_output", "none"):
             self.source_embedding = Embedding(config.vocab_size, config.d_model, rngs=rngs)
         if config.positions == "learned":
             self.position_embedding = Embedding(config.max_length, config.d_model, axis=None, rngs=rngs)
             self.source_position_embedding = Embedding(config.max_length, config.d_model, axis=None, rngs=rngs)
+        if config.embedding_norm:
+            self.embedding_norm = LayerNorm(config.d_model, eps=config.norm_eps, rngs=rngs)
+            self.source_embedding_norm = LayerNorm(config.d_model, eps=config.norm_eps, rngs=rngs)
         bias = position_bias(config, rngs=rngs, bidirectional=True)
         self.encoder = Encoder(sizes, settings, config.num_encoder_layers, position_bias=bias, rngs=rngs)
         bias = position_bias(config, rngs=rngs, bidirectional=False)
@@ -178,7 +101,7 @@ class Transformer(nnx.Module):
         x, inputs, stack_key = self._decoder_inputs(
             encoded, tokens, source_segment_ids, segment_ids, positions, decoder_key
         )
-        return self.decoder(x, encoded, **inputs, key=stack_key)
+        return self._read(self.decoder(x, encoded, **inputs, key=stack_key))
 
     def encode(
         self,
@@ -244,7 +167,7 @@ class Transformer(nnx.Module):
         if visible is None:  # branches of a tree stand side by side, not one after another
             require_length(tokens, self.config.max_length)
         start, cache = cache.length, cache.append(positions)
-        x = self._embed(tokens, positions, self.embedding, "position_embedding", None)
+        x = self._embed(tokens, positions, self.embedding, "", None)
         dense = None if visible is None else visible[:, None]
         mask = AttentionMask(positions, cache.positions, dense=dense, causal=True)
         cross_mask = AttentionMask(
@@ -252,7 +175,7 @@ class Transformer(nnx.Module):
         )
         inputs = {"mask": mask, "cross_mask": cross_mask, "positions": positions, "layers": layers}
         x, cache = self.decoder.decode(x, cache, start, **inputs)
-        return self._logits(jnp.where(cache.length <= cache.columns, x, jnp.nan)), cache
+        return self._logits(self._read(jnp.where(cache.length <= cache.columns, x, jnp.nan))), cache
 
     def _stack_inputs(
         self,
@@ -273,7 +196,7 @@ class Transformer(nnx.Module):
         embedding = getattr(self, "source_embedding", self.embedding)
         require_length(tokens, self.config.max_length)
         embed_key, stack_key = _two(key)
-        x = self._embed(tokens, or_counted(positions, tokens), embedding, "source_position_embedding", embed_key)
+        x = self._embed(tokens, or_counted(positions, tokens), embedding, "source_", embed_key)
         relative = positions if self.config.positions in ("alibi", "shaw", "t5") else None
         mask = AttentionMask(relative, relative, segment_ids, segment_ids)
         return x, {"mask": mask, "positions": positions}, stack_key
@@ -281,7 +204,7 @@ class Transformer(nnx.Module):
     def _decoder_inputs(self, encoded, tokens, source_segment_ids, segment_ids, positions, key):
         require_length(tokens, self.config.max_length)
         embed_key, stack_key = _two(key)
-        x = self._embed(tokens, or_counted(positions, tokens), self.embedding, "position_embedding", embed_key)
+        x = self._embed(tokens, or_counted(positions, tokens), self.embedding, "", embed_key)
         mask = AttentionMask(positions, positions, segment_ids, segment_ids, causal=True)
         cross_mask = None
         if segment_ids is not None or source_segment_ids is not None:
@@ -292,13 +215,18 @@ class Transformer(nnx.Module):
             )
         return x, {"mask": mask, "cross_mask": cross_mask, "positions": positions}, stack_key
 
-    def _embed(self, tokens, positions, embedding, position_embedding, key):
+    def _embed(self, tokens, positions, embedding, side, key):
         """Embedding x sqrt(d_model) + position, with dropout (sections 3.4 and 5.4 of the paper)."""
-        d_model = self.config.d_model
-        x = embedding(tokens) * d_model**0.5
-        x = with_positions(x, positions, self.config.positions, getattr(self, position_embedding, None))
+        x = embedding(tokens)
+        x = x * self.config.d_model**0.5 if self.config.embedding_scale else x
+        x = with_positions(x, positions, self.config.positions, getattr(self, f"{side}position_embedding", None))
+        x = getattr(self, f"{side}embedding_norm")(x) if self.config.embedding_norm else x
         x = dropout(x, rate=self.config.dropout.embedding, key=key)
         return constrain(x, "batch", None, None)
+
+    def _read(self, x):
+        """What the output layer reads of the decoder's output."""
+        return x * self.config.d_model**-0.5 if self.config.logits_scale else x
 
     def output_layer(self) -> tuple[Float[Array, "V D"], Float[Array, "V"] | None]:
         """As `Model.output_layer`."""
@@ -339,4 +267,20 @@ def transformer_tiny(vocab_size: int = 9_712) -> TransformerConfig:
         num_encoder_layers=4,
         num_decoder_layers=4,
         dropout=Dropout(embedding=0.3, residual=0.3),
+    )
+
+
+def bart_base() -> TransformerConfig:
+    """BART with 139 million parameters (Lewis et al. 2020): learned positions, a norm on the embeddings, exact GELU."""
+    return TransformerConfig(
+        50_265,
+        max_length=1024,
+        d_model=768,
+        d_ff=3072,
+        num_heads=12,
+        activation="gelu",
+        positions="learned",
+        embedding_scale=False,
+        embedding_norm=True,
+        dropout=Dropout(embedding=0.1, residual=0.1, attention=0.1),
     )

@@ -23,12 +23,21 @@ def head_size(d_model: int, num_heads: int, d_k: int | None) -> int:
     return d_model // num_heads
 
 
+def kv_heads_of(num_heads: int, num_kv_heads: int | None) -> int:
+    """num_kv_heads where it is given, else num_heads; raises `ValueError` unless query heads share them evenly."""
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if kv_heads < 1 or num_heads % kv_heads:
+        raise ValueError(f"num_heads is {num_heads}, num_kv_heads {kv_heads}: {num_heads} is not a multiple of it")
+    return kv_heads
+
+
 class MultiHeadAttention(nnx.Module):
     """`ops.multi_head_attention` with its parameters: 4 D^2 weights, beside biases, where N d_k = N d_v = D.
 
-    d_k and d_v (the head sizes) are free; left out, d_k is d_model / num_heads and d_v is d_k. shaw_distance: k of the
-    relative positions of Shaw et al. (2018), which add two tables with 2 k + 1 rows that all heads share (their section
-    3.3); 0: none.
+    d_k and d_v (the head sizes) are free; left out, d_k is d_model / num_heads and d_v is d_k. num_kv_heads: heads of
+    keys and values, each for as many heads of queries (Ainslie et al. 2023); None: num_heads. bias: of the projections,
+    the last one's only with output_bias. shaw_distance: k of the relative positions of Shaw et al. (2018), which add
+    two tables with 2 k + 1 rows that all heads share (their section 3.3); 0: none.
     """
 
     def __init__(
@@ -36,25 +45,29 @@ class MultiHeadAttention(nnx.Module):
         d_model: int,
         num_heads: int,
         *,
+        num_kv_heads: int | None = None,
         d_k: int | None = None,
         d_v: int | None = None,
         bias: bool = True,
+        output_bias: bool = True,
         shaw_distance: int = 0,
         rngs: nnx.Rngs,
     ):
         d_k = head_size(d_model, num_heads, d_k)
         d_v = d_k if d_v is None else d_v
+        kv_heads = kv_heads_of(num_heads, num_kv_heads)
         # half the variance of Xavier: query, key and value count as one matrix of three times the fan out
         inward = jax.nn.initializers.variance_scaling(0.5, "fan_avg", "uniform", in_axis=0, out_axis=(1, 2))
         outward = jax.nn.initializers.xavier_uniform(in_axis=(0, 1), out_axis=2)
-        for name, size, axis in (("query", d_k, "heads"), ("key", d_k, "kv_heads"), ("value", d_v, "kv_heads")):
-            shape, axes = (d_model, num_heads, size), ("embed", axis, None)
+        projections = {"query": (num_heads, d_k), "key": (kv_heads, d_k), "value": (kv_heads, d_v)}
+        for name, heads in projections.items():
+            shape, axes = (d_model, *heads), ("embed", "heads" if name == "query" else "kv_heads", None)
             setattr(self, name, param(shape, axes=axes, init=inward, rngs=rngs))
             if bias:
                 setattr(self, f"{name}_bias", param(shape[1:], axes=axes[1:], init=zeros, rngs=rngs))
         shape, axes = (num_heads, d_v, d_model), ("heads", None, "embed")
         self.output = param(shape, axes=axes, init=outward, rngs=rngs)
-        if bias:
+        if bias and output_bias:
             self.output_bias = param((d_model,), axes=(None,), init=zeros, rngs=rngs)
         if shaw_distance:
             for name, size in (("relative_key", d_k), ("relative_value", d_v)):

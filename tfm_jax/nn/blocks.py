@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from tfm_jax.nn.attention import MultiHeadAttention
-from tfm_jax.nn.layers import FeedForward, LayerNorm, plain
+from tfm_jax.nn.layers import NORMS, FeedForward, plain
 from tfm_jax.ops import blocks
 from tfm_jax.ops.blocks import BlockSettings
 from tfm_jax.ops.cache import KVCache, Stored
@@ -21,7 +21,7 @@ Dropout = Key[Array, ""] | None
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """The widths of a block; d_k and d_v as in `MultiHeadAttention`."""
+    """The widths of a block and its biases; heads as in `MultiHeadAttention`."""
 
     d_model: int
     d_ff: int
@@ -31,6 +31,9 @@ class BlockSizes:
     attention_bias: bool = True
     shaw_distance: int = 0
     """k of Shaw's relative positions in self-attention; 0: none."""
+    num_kv_heads: int | None = None
+    attention_output_bias: bool = True
+    feed_forward_bias: bool = True
 
 
 class EncoderBlock(nnx.Module):
@@ -39,9 +42,9 @@ class EncoderBlock(nnx.Module):
     def __init__(self, sizes: BlockSizes, settings: BlockSettings, *, rngs: nnx.Rngs):
         self.settings = settings
         self.attention = _attention(sizes, rngs, shaw_distance=sizes.shaw_distance)
-        self.attention_norm = LayerNorm(sizes.d_model, eps=settings.norm_eps, rngs=rngs)
-        self.feed_forward = FeedForward(sizes.d_model, sizes.d_ff, activation=settings.activation, rngs=rngs)
-        self.feed_forward_norm = LayerNorm(sizes.d_model, eps=settings.norm_eps, rngs=rngs)
+        self.attention_norm = _norm(sizes, settings, rngs)
+        self.feed_forward = _feed_forward(sizes, settings, rngs)
+        self.feed_forward_norm = _norm(sizes, settings, rngs)
 
     def __call__(
         self,
@@ -63,11 +66,11 @@ class DecoderBlock(nnx.Module):
     def __init__(self, sizes: BlockSizes, settings: BlockSettings, *, rngs: nnx.Rngs):
         self.settings = settings
         self.attention = _attention(sizes, rngs, shaw_distance=sizes.shaw_distance)
-        self.attention_norm = LayerNorm(sizes.d_model, eps=settings.norm_eps, rngs=rngs)
+        self.attention_norm = _norm(sizes, settings, rngs)
         self.cross_attention = _attention(sizes, rngs)
-        self.cross_attention_norm = LayerNorm(sizes.d_model, eps=settings.norm_eps, rngs=rngs)
-        self.feed_forward = FeedForward(sizes.d_model, sizes.d_ff, activation=settings.activation, rngs=rngs)
-        self.feed_forward_norm = LayerNorm(sizes.d_model, eps=settings.norm_eps, rngs=rngs)
+        self.cross_attention_norm = _norm(sizes, settings, rngs)
+        self.feed_forward = _feed_forward(sizes, settings, rngs)
+        self.feed_forward_norm = _norm(sizes, settings, rngs)
 
     def __call__(
         self,
@@ -90,12 +93,23 @@ def _attention(sizes: BlockSizes, rngs: nnx.Rngs, *, shaw_distance: int = 0) -> 
     return MultiHeadAttention(
         sizes.d_model,
         sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
         d_k=sizes.d_k,
         d_v=sizes.d_v,
         bias=sizes.attention_bias,
+        output_bias=sizes.attention_output_bias,
         shaw_distance=shaw_distance,
         rngs=rngs,
     )
+
+
+def _feed_forward(sizes: BlockSizes, settings: BlockSettings, rngs: nnx.Rngs) -> FeedForward:
+    options = {"activation": settings.activation, "bias": sizes.feed_forward_bias}
+    return FeedForward(sizes.d_model, sizes.d_ff, **options, rngs=rngs)
+
+
+def _norm(sizes: BlockSizes, settings: BlockSettings, rngs: nnx.Rngs) -> nnx.Module:
+    return NORMS[settings.norm_kind](sizes.d_model, eps=settings.norm_eps, rngs=rngs)
 
 
 def stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, *, rngs: nnx.Rngs) -> nnx.Module:
@@ -127,7 +141,7 @@ class _Stack(nnx.Module):
         self.layers = stacked(lambda rngs: self.block(sizes, settings, rngs=rngs), num_layers, rngs=rngs)
         self.position_bias = position_bias
         if settings.norm == "pre":
-            self.norm = LayerNorm(sizes.d_model, eps=settings.norm_eps, rngs=rngs)
+            self.norm = _norm(sizes, settings, rngs)
 
     def _last(self, x):
         return self.norm(x) if self.settings.norm == "pre" else x

@@ -54,15 +54,33 @@ class LayerNorm(nnx.Module):
         return blocks.layer_norm(plain(self), x, eps=self.eps)
 
 
-class FeedForward(nnx.Module):
-    """`ops.feed_forward` with its two matrices (D F, F D) and biases; 2 D F + D + F parameters."""
+class RMSNorm(nnx.Module):
+    """`ops.rms_norm` with its scale."""
 
-    def __init__(self, d_model: int, d_ff: int, *, activation: str = "relu", rngs: nnx.Rngs):
+    def __init__(self, d_model: int, *, eps: float, rngs: nnx.Rngs):
+        self.eps = eps
+        self.scale = param((d_model,), axes=(None,), init=ones, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return blocks.rms_norm(plain(self), x, eps=self.eps)
+
+
+NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
+
+
+class FeedForward(nnx.Module):
+    """`ops.feed_forward` with its matrices (D F, F D, and D F for a gate) and, with `bias`, their biases."""
+
+    def __init__(self, d_model: int, d_ff: int, *, activation: str = "relu", bias: bool = True, rngs: nnx.Rngs):
         self.activation = activation
-        self.up = param((d_model, d_ff), axes=("embed", "mlp"), init=xavier_uniform(), rngs=rngs)
-        self.up_bias = param((d_ff,), axes=("mlp",), init=zeros, rngs=rngs)
+        inward = ("up", "gate") if activation in blocks.GATES else ("up",)
+        for name in inward:
+            setattr(self, name, param((d_model, d_ff), axes=("embed", "mlp"), init=xavier_uniform(), rngs=rngs))
+            if bias:
+                setattr(self, f"{name}_bias", param((d_ff,), axes=("mlp",), init=zeros, rngs=rngs))
         self.down = param((d_ff, d_model), axes=("mlp", "embed"), init=xavier_uniform(), rngs=rngs)
-        self.down_bias = param((d_model,), axes=(None,), init=zeros, rngs=rngs)
+        if bias:
+            self.down_bias = param((d_model,), axes=(None,), init=zeros, rngs=rngs)
 
     def __call__(
         self, x: Float[Array, "B T D"], *, dropout_rate: float = 0.0, key: Key[Array, ""] | None = None

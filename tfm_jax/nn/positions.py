@@ -1,7 +1,7 @@
 """The switch `positions` of a model: its modules, and what of a configuration goes together.
 
 A configuration is any dataclass with the fields positions, rope, shaw_distance, t5_buckets, t5_max_distance,
-implementation, num_heads, d_v, max_length and dropout.attention, as the families' are.
+implementation, num_heads, kv_heads, d_v, max_length and dropout.attention, as the families' are.
 """
 
 import functools
@@ -58,10 +58,13 @@ class ALiBiPositionBias(nnx.Module):
 def with_positions(
     x: Float[Array, "B T D"], positions: Int[Array, "#B T"], kind: str, table: Embedding | None
 ) -> Float[Array, "B T D"]:
-    """x plus the vectors of its positions, where positions are told by such: sinusoidal, or learned in `table`."""
+    """x plus the vectors of its positions, where such tell them: sinusoidal (in halves: sines first) or of `table`."""
     match kind:
         case "sinusoidal":
             return x + sinusoidal_positions(positions, x.shape[-1]).astype(x.dtype)
+        case "sinusoidal_halves":
+            vectors = sinusoidal_positions(positions, x.shape[-1])
+            return x + jnp.concatenate([vectors[..., 0::2], vectors[..., 1::2]], axis=-1).astype(x.dtype)
         case "learned":
             return x + table(jnp.where(positions < 0, 0, positions))
         case _:
@@ -129,8 +132,8 @@ def require_implementation(config: Any, d_k: int) -> None:
     }
     refused = explain_implementation(
         floats(*heads, d_k),
-        floats(*heads, d_k),
-        floats(*heads, d_v),
+        floats(*heads[:2], config.kv_heads, d_k),
+        floats(*heads[:2], config.kv_heads, d_v),
         mask=AttentionMask(query_segment_ids=segments, key_segment_ids=segments, causal=True),
         bias=biases.get(config.positions),
         dropout_rate=config.dropout.attention,

@@ -26,12 +26,15 @@ from tfm_jax.ops.multi_head import (
 )
 from tfm_jax.ops.positions import Rotary
 
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "geglu", "geglu_tanh", "swiglu"]
 ACTIVATIONS = {
     "relu": jax.nn.relu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "silu": jax.nn.silu,
 }
+GATES = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
+"""Gated feed-forward networks (Shazeer 2020), by the activation of their gate."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,11 @@ class BlockSettings:
     """The static switches of a block."""
 
     norm: Literal["post", "pre"] = "post"
+    norm_kind: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: float = 1e-5
-    activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = "relu"
+    activation: Activation = "relu"
+    attention_scale: Literal["sqrt", "none"] = "sqrt"
+    """Scores divided by sqrt(d_k), or as they are (T5)."""
     rope: Rotary | None = None
     """Rotary embedding of the queries and keys of self-attention; None: none."""
     implementation: str | Implementation = "auto"
@@ -63,14 +69,33 @@ def layer_norm(params: dict, x: Float[Array, "B T D"], *, eps: float) -> Float[A
     return (normal * scale[None, None] + bias[None, None]).astype(x.dtype)
 
 
+def rms_norm(params: dict, x: Float[Array, "B T D"], *, eps: float) -> Float[Array, "B T D"]:
+    """x / sqrt(mean of x^2 + eps) * scale over the last axis (Zhang and Sennrich 2019, eq. 4), computed in float32.
+
+    params: scale (D).
+    """
+    wide = x.astype(jnp.float32)
+    normal = wide * jax.lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + eps)
+    return (normal * params["scale"].astype(jnp.float32)[None, None]).astype(x.dtype)
+
+
+NORMS = {"layernorm": layer_norm, "rmsnorm": rms_norm}
+
+
 def feed_forward(
     params: dict, x: Float[Array, "B T D"], *, activation: str, dropout_rate: float = 0.0, key: Dropout = None
 ) -> Float[Array, "B T D"]:
     """activation(x W1 + b1) W2 + b2 (Vaswani et al. 2017, eq. 2), dropout on the hidden layer.
 
-    params: up (D F), up_bias (F), down (F D), down_bias (D).
+    With a gate (`GATES`) the hidden layer is activation(x V + c) * (x W1 + b1) (Shazeer 2020, eq. 6).
+    params: up (D F), up_bias (F), down (F D), down_bias (D), with a gate also gate (D F) and gate_bias (F).
     """
-    hidden_BTF = ACTIVATIONS[activation](add_bias(x @ params["up"], params.get("up_bias")))
+    hidden_BTF = add_bias(x @ params["up"], params.get("up_bias"))
+    if activation in GATES:
+        gate_BTF = add_bias(x @ params["gate"], params.get("gate_bias"))
+        hidden_BTF = ACTIVATIONS[GATES[activation]](gate_BTF) * hidden_BTF
+    else:
+        hidden_BTF = ACTIVATIONS[activation](hidden_BTF)
     hidden_BTF = dropout(hidden_BTF, rate=dropout_rate, key=key)
     return add_bias(hidden_BTF @ params["down"], params.get("down_bias"))
 
@@ -135,7 +160,7 @@ def encoder_block_weights(
     h = _enter(params["attention_norm"], x, settings)
     turn = {"rope": settings.rope, "positions": positions}
     projected = keys_values(params["attention"], h, h, **turn)
-    return head_weights(params["attention"], h, projected, mask=mask, bias=bias, **turn)
+    return head_weights(params["attention"], h, projected, mask=mask, bias=bias, scale=_scale(settings), **turn)
 
 
 def decoder_block(
@@ -168,6 +193,7 @@ def decoder_block(
         h,
         cross,
         mask=cross_mask,
+        scale=_scale(settings),
         dropout_rate=settings.attention_dropout,
         dropout_key=keys[1],
         implementation=settings.implementation,
@@ -191,22 +217,22 @@ def decoder_block_weights(
     own = encoder_block_weights(params, x, mask=mask, bias=bias, positions=positions, settings=settings)
     x, _ = _self_attention_sublayer(params, x, mask, bias, positions, settings, _split(None, 2))
     h = _enter(params["cross_attention_norm"], x, settings)
-    return own, head_weights(params["cross_attention"], h, cross, mask=cross_mask)
+    return own, head_weights(params["cross_attention"], h, cross, mask=cross_mask, scale=_scale(settings))
 
 
 def _self_attention_sublayer(params, x, mask, bias, positions, settings, keys, *, cache=None, start=None):
     h = _enter(params["attention_norm"], x, settings)
     turn = {"rope": settings.rope, "positions": positions}
+    own = {"mask": mask, "bias": bias, "scale": _scale(settings)}
     if cache is not None:
-        y, cache = attend_cached(params["attention"], h, cache, start, mask=mask, bias=bias, **turn)
+        y, cache = attend_cached(params["attention"], h, cache, start, **own, **turn)
         return _leave(params["attention_norm"], x, y, settings, keys[1]), cache
     projected = keys_values(params["attention"], h, h, **turn)
     y = attend(
         params["attention"],
         h,
         projected,
-        mask=mask,
-        bias=bias,
+        **own,
         **turn,
         dropout_rate=settings.attention_dropout,
         dropout_key=keys[0],
@@ -232,7 +258,7 @@ def _enter(norm, x, settings):
     """What a sublayer sees: x after the norm (pre-LN, Xiong et al. 2020) or x as it is (post-LN)."""
     match settings.norm:
         case "pre":
-            return layer_norm(norm, x, eps=settings.norm_eps)
+            return NORMS[settings.norm_kind](norm, x, eps=settings.norm_eps)
         case "post":
             return x
         case other:
@@ -242,7 +268,12 @@ def _enter(norm, x, settings):
 def _leave(norm, x, y, settings, key):
     """The residual connection around a sublayer whose output is y, and the norm after it (post-LN)."""
     x = x + dropout(y, rate=settings.residual_dropout, key=key)
-    return x if settings.norm == "pre" else layer_norm(norm, x, eps=settings.norm_eps)
+    return x if settings.norm == "pre" else NORMS[settings.norm_kind](norm, x, eps=settings.norm_eps)
+
+
+def _scale(settings):
+    """What scores are multiplied by; None: 1 / sqrt(d_k)."""
+    return None if settings.attention_scale == "sqrt" else 1.0
 
 
 def _split(key, count):

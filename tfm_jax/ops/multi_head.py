@@ -67,6 +67,7 @@ def attend(
     *,
     mask: Mask = None,
     bias: Bias = None,
+    scale: float | None = None,
     rope: Rotary | None = None,
     positions: Positions = None,
     dropout_rate: float = 0.0,
@@ -75,12 +76,15 @@ def attend(
 ) -> Float[Array, "B T D"]:
     """`multi_head_attention` over keys and values that are projected already; rope turns the queries.
 
+    scale: of the scores; None: 1 / sqrt(d_k).
+
     From a cache (`Stored`) a few queries read as it stands, without dropout; more of them, as in the prefill of a long
     prompt, go through `dot_product_attention`, which chooses for itself.
     """
     query_BTNH, bias = _turned(_heads(params, "query", query), rope, positions), _with_shaw(params, bias)
     dropout = {"dropout_rate": dropout_rate, "dropout_key": dropout_key}
-    return _attended(params, query_BTNH, projected, mask, bias, implementation, **dropout)
+    given = {"mask": mask, "bias": bias, "scale": scale}
+    return _attended(params, query_BTNH, projected, given, implementation=implementation, **dropout)
 
 
 def attend_cached(
@@ -91,6 +95,7 @@ def attend_cached(
     *,
     mask: Mask,
     bias: Bias = None,
+    scale: float | None = None,
     rope: Rotary | None = None,
     positions: Positions = None,
 ) -> tuple[Float[Array, "B T D"], Stored]:
@@ -100,19 +105,18 @@ def attend_cached(
     else:
         query, key, value = (_heads(params, name, x) for name in ("query", "key", "value"))
     cache = cache.write(KeyValue(_turned(key, rope, positions), value), start)
-    bias = _with_shaw(params, bias)
-    return _attended(params, _turned(query, rope, positions), cache, mask, bias, "auto"), cache
+    given = {"mask": mask, "bias": _with_shaw(params, bias), "scale": scale}
+    return _attended(params, _turned(query, rope, positions), cache, given), cache
 
 
-def _attended(params, query_BTNH, projected, mask, bias, implementation, **dropout):
+def _attended(params, query_BTNH, projected, given, **options):
     with jax.named_scope("attention"):
         if isinstance(projected, Stored) and query_BTNH.shape[1] <= FEW_QUERIES:
-            heads_BTNE = cached_attention(query_BTNH, projected, mask=mask, bias=bias)
+            heads_BTNE = cached_attention(query_BTNH, projected, **given)
         elif isinstance(projected, Stored):
-            heads_BTNE = dot_product_attention(query_BTNH, *projected.projected, mask=mask, bias=bias)
+            heads_BTNE = dot_product_attention(query_BTNH, *projected.projected, **given)
         else:
-            arrays, options = (query_BTNH, *projected), {"mask": mask, "bias": bias, "implementation": implementation}
-            heads_BTNE = dot_product_attention(*arrays, **options, **dropout)
+            heads_BTNE = dot_product_attention(query_BTNH, *projected, **given, **options)
     return add_bias(jnp.einsum("BTNE,NED->BTD", heads_BTNE, params["output"]), params.get("output_bias"))
 
 
@@ -123,12 +127,13 @@ def head_weights(
     *,
     mask: Mask,
     bias: Bias = None,
+    scale: float | None = None,
     rope: Rotary | None = None,
     positions: Positions = None,
 ) -> Float[Array, "B N T S"]:
     """The attention weights that `attend` applies, whatever its implementation."""
     query_BTNH = _turned(_heads(params, "query", query), rope, positions)
-    return attention_weights(query_BTNH, projected.key, mask=mask, bias=_with_shaw(params, bias))
+    return attention_weights(query_BTNH, projected.key, mask=mask, bias=_with_shaw(params, bias), scale=scale)
 
 
 def fused(params: dict) -> dict:

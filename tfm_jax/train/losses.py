@@ -164,14 +164,15 @@ class TextToText:
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """Decoder-only models: each token is predicted from those before it in its segment."""
+    """Models of one text: decoders predict each token from those before it in its segment, encoders what is masked."""
 
     model: Model
     label_smoothing: float = 0.0
 
     def __call__(self, params: dict, batch: dict[str, Any], key: Key[Array, ""] | None) -> Sums:
         """As `TextToText`, for a batch without a source."""
-        inputs = {name: batch[name] for name in ("segment_ids", "positions") if name in batch}
+        names = ("segment_ids", "positions", "token_types")
+        inputs = {name: batch[name] for name in names if name in batch}
         return linear_cross_entropy(
             self.model.features(params, batch["tokens"], key=key, **inputs),
             self.model.output_layer(params),
@@ -181,6 +182,13 @@ class LanguageModel:
         )
 
 
+_LEARNS = {
+    "encoder-decoder": "pairs, or a text with data.corruption.name spans or prefix",
+    "decoder": "a text with data.corruption.name none",
+    "encoder": "a text with data.corruption.name mask",
+}
+
+
 def objective_of(
     model: Model, data: config.Data, *, two_sided: bool, label_smoothing: float = 0.0
 ) -> TextToText | LanguageModel:
@@ -188,15 +196,10 @@ def objective_of(
 
     Raises `ValueError` where the model cannot learn from them.
     """
-    family = f"a {model.config.family!r} model"
-    if data.label or data.corruption.name == "mask":
-        what = f"classes (data.label {data.label!r})" if data.label else "masked tokens (data.corruption.name 'mask')"
-        raise ValueError(f"{family} does not predict {what}: give train.step.train_step an objective that does")
-    has_encoder = hasattr(model.module, "encode")
-    if has_encoder != two_sided:
-        raise ValueError(
-            f"{family} has {'an' if has_encoder else 'no'} encoder, and this data has {'a' if two_sided else 'no'} "
-            "source for one: encoder-decoders learn from pairs, or from a text with data.corruption.name spans or "
-            "prefix; decoder-only models from a text with none"
-        )
-    return (TextToText if has_encoder else LanguageModel)(model, label_smoothing)
+    kind = "encoder-decoder" if two_sided else "encoder" if data.corruption.name == "mask" else "decoder"
+    family = f"a {model.config.family!r} model ({model.config.kind})"
+    if data.label:
+        raise ValueError(f"{family} predicts no classes (data.label is {data.label!r}): give train_step an objective")
+    if model.config.kind != kind:
+        raise ValueError(f"{family} learns from {_LEARNS[model.config.kind]}, and this data is {_LEARNS[kind]}")
+    return (TextToText if two_sided else LanguageModel)(model, label_smoothing)
