@@ -2,8 +2,8 @@
 
 Published: 41.02 BLEU on test_2016_flickr (lower-cased tokenised text), after 8,000 updates of 8,192 tokens with the
 mean of the last ten epochs' checkpoints. The configuration below is that recipe in a budget of 20 minutes on two CPU
-cores: batches of a quarter of the size, and a learning rate and a warm-up to match. Expected there: at least 30 BLEU (measured:
-37.8 after 21 epochs).
+cores: batches of a quarter of the size, and a learning rate and a warm-up to match. Expected there: at least 30 BLEU
+(measured: 37.8 after 21 epochs).
 
     python experiments/multi30k.py --data.dir DIR --run-dir runs/multi30k
 
