@@ -23,6 +23,7 @@ from tfm_jax.data.batches import make_batches
 from tfm_jax.data.sources import Text, parallel
 from tfm_jax.decode.text import translate
 from tfm_jax.models import build
+from tfm_jax.models.bert import BERTConfig
 from tfm_jax.models.gpt import GPTConfig
 from tfm_jax.sharding import make_mesh
 from tfm_jax.train import loop
@@ -452,6 +453,15 @@ def test_an_encoder_decoder_learns_what_is_hidden(tmp_path):
     run = replace(run, model=replace(run.model, vocab_size=267), data=data)
     fitted = fit(run, train=LINES, validation=LINES.split(5)[0])
     assert fitted.summary["steps"] == 2 and 4 < fitted.summary["validation_loss"] < 7
+
+
+def test_an_encoder_learns_what_is_masked(tmp_path):
+    run = tiny_run(tmp_path / "run", steps=2)
+    model = BERTConfig(261, max_length=24, d_model=8, d_ff=12, num_heads=2, num_layers=1)
+    data = replace(run.data, corruption=Corruption("mask", rate=0.3), batching="blocks")
+    fitted = fit(replace(run, model=model, data=data), train=LINES, validation=LINES.split(5)[0])
+    assert fitted.summary["steps"] == 2 and 4 < fitted.summary["validation_loss"] < 7
+    assert load(tmp_path / "run")[0].config == model
 
 
 @pytest.mark.parametrize("change", [{"corruption": Corruption(name="mask")}, {}])

@@ -133,6 +133,15 @@ def test_a_run_older_than_a_field_is_continued(copy):
         check_run(replace(run, run_dir=str(copy), decode=replace(run.decode, normalization="gnmt")))
 
 
+def test_a_run_older_than_rows_multiple_had_none(copy):
+    """B48: continued with today's default it would see other batches, so that is a difference that is named."""
+    run = read_config(copy)
+    edit(copy, lambda values: values["data"].pop("rows_multiple"))
+    assert read_config(copy).data.rows_multiple == 1
+    with pytest.raises(ValueError, match=f"data.rows_multiple: {run.data.rows_multiple}, 1"):
+        check_run(replace(run, run_dir=str(copy)))
+
+
 def test_parameters_of_another_model_are_refused(copy):
     edit(copy, lambda values: values["model"].update(d_ff=16))
     with pytest.raises(ValueError, match="up.*12.*16"):

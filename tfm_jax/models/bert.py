@@ -14,7 +14,7 @@ from tfm_jax.nn.blocks import Encoder
 from tfm_jax.nn.layers import NORMS, Embedding, param, xavier_uniform, zeros
 from tfm_jax.nn.positions import or_counted, position_bias, require_length, with_positions
 from tfm_jax.ops import AttentionMask, dropout
-from tfm_jax.ops.blocks import ACTIVATIONS, Activation, vocabulary_logits
+from tfm_jax.ops.blocks import ACTIVATIONS, GATES, Activation, vocabulary_logits
 from tfm_jax.ops.multi_head import add_bias
 from tfm_jax.sharding import constrain
 
@@ -66,6 +66,8 @@ class MaskedHead(nnx.Module):
 
     def __init__(self, config: BERTConfig, *, rngs: nnx.Rngs):
         width = config.d_model
+        # of a gated network, the activation of its gate: one matrix has nothing to gate
+        self.activation = ACTIVATIONS[GATES.get(config.activation, config.activation)]
         self.dense = param((width, width), axes=("embed", None), init=xavier_uniform(), rngs=rngs)
         self.dense_bias = param((width,), axes=(None,), init=zeros, rngs=rngs)
         self.norm = NORMS[config.norm_kind](width, eps=config.norm_eps, rngs=rngs)
@@ -73,8 +75,7 @@ class MaskedHead(nnx.Module):
             self.bias = param((config.vocab_size,), axes=("vocab",), init=zeros, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        # a gate has no meaning in one matrix: BERT's exact GELU
-        return self.norm(ACTIVATIONS["gelu"](add_bias(x @ self.dense[...], self.dense_bias[...])))
+        return self.norm(self.activation(add_bias(x @ self.dense[...], self.dense_bias[...])))
 
 
 class Pooler(nnx.Module):

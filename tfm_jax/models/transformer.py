@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from tfm_jax.models.architecture import Architecture, Dropout
 from tfm_jax.nn.blocks import Decoder, Encoder
-from tfm_jax.nn.layers import Embedding, LayerNorm, param, xavier_uniform, zeros
+from tfm_jax.nn.layers import NORMS, Embedding, param, xavier_uniform, zeros
 from tfm_jax.nn.positions import or_counted, position_bias, require_length, with_positions
 from tfm_jax.ops import AttentionMask, KVCache, dropout
 from tfm_jax.ops.blocks import vocabulary_logits
@@ -36,7 +36,7 @@ class TransformerConfig(Architecture):
     embedding_scale: bool = True
     """Embeddings are multiplied by sqrt(d_model) (Vaswani et al. 2017, section 3.4), or taken as they are."""
     embedding_norm: bool = False
-    """Layer norm on the sum of embedding and position (BART)."""
+    """A norm of norm_kind on the sum of embedding and position (BART)."""
     logits_scale: bool = False
     """What the output layer reads is divided by sqrt(d_model), as T5 does where it shares the embedding's matrix."""
 
@@ -64,8 +64,9 @@ class Transformer(nnx.Module):
             self.position_embedding = Embedding(config.max_length, config.d_model, axis=None, rngs=rngs)
             self.source_position_embedding = Embedding(config.max_length, config.d_model, axis=None, rngs=rngs)
         if config.embedding_norm:
-            self.embedding_norm = LayerNorm(config.d_model, eps=config.norm_eps, rngs=rngs)
-            self.source_embedding_norm = LayerNorm(config.d_model, eps=config.norm_eps, rngs=rngs)
+            norm = NORMS[config.norm_kind]
+            self.embedding_norm = norm(config.d_model, eps=config.norm_eps, rngs=rngs)
+            self.source_embedding_norm = norm(config.d_model, eps=config.norm_eps, rngs=rngs)
         bias = position_bias(config, rngs=rngs, bidirectional=True)
         self.encoder = Encoder(sizes, settings, config.num_encoder_layers, position_bias=bias, rngs=rngs)
         bias = position_bias(config, rngs=rngs, bidirectional=False)

@@ -202,4 +202,5 @@ def objective_of(
         raise ValueError(f"{family} predicts no classes (data.label is {data.label!r}): give train_step an objective")
     if model.config.kind != kind:
         raise ValueError(f"{family} learns from {_LEARNS[model.config.kind]}, and this data is {_LEARNS[kind]}")
+    jax.eval_shape(model.output_layer, model.shapes)  # an encoder without its masked head says so here
     return (TextToText if two_sided else LanguageModel)(model, label_smoothing)

@@ -78,7 +78,12 @@ def read_config(directory: str | os.PathLike[str]) -> config.Run:
     path = Path(directory) / "config.json"
     if not path.exists():
         raise ValueError(f"{directory} holds no run: {path} does not exist")
-    return read_config_file(path)
+    values = _read_values(path)
+    if isinstance(values.get("data"), dict) and isinstance(values.get("mesh"), dict):
+        # a run from before there was this field had as many rows as its devices divide, not today's default
+        shards = values["mesh"].get("data", 1) * values["mesh"].get("fsdp", 1)
+        values["data"].setdefault("rows_multiple", shards)
+    return _built(values)
 
 
 def read_config_file(path: str | os.PathLike[str]) -> config.Run:
@@ -86,6 +91,10 @@ def read_config_file(path: str | os.PathLike[str]) -> config.Run:
 
     Raises `FileNotFoundError`, and `ValueError` for what is not JSON and for a field that is unknown or missing.
     """
+    return _built(_read_values(path))
+
+
+def _read_values(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
@@ -93,8 +102,12 @@ def read_config_file(path: str | os.PathLike[str]) -> config.Run:
     given = values.get("model") if isinstance(values, dict) else None
     if not isinstance(given, dict) or "family" not in given:
         raise ValueError(f"{path} does not name the family of its model: the field model.family is missing")
-    name, model = given["family"], {k: v for k, v in given.items() if k != "family"}
-    values["model"] = config.from_dict(family(name)[1], model, "config.model")
+    return values
+
+
+def _built(values: dict[str, Any]) -> config.Run:
+    model = dict(values["model"])
+    values["model"] = config.from_dict(family(model.pop("family"))[1], model, "config.model")
     return config.from_dict(config.Run, values)
 
 
