@@ -199,8 +199,8 @@ def measure(config: Benchmark, console: Console) -> dict[str, Any]:
     versions = {"python": platform.python_version(), "jax": jax.__version__, "numpy": np.__version__}
     return {
         "benchmark": "data",
-        # where the data lies on one machine means nothing on another
-        "configuration": {name: value for name, value in asdict(config).items() if name != "dir"},
+        # places on one machine mean nothing on another
+        "configuration": {name: value for name, value in asdict(config).items() if name not in ("dir", "json")},
         "device": device | {"load_after": os.getloadavg()[0]},
         "versions": versions | {"grain": grain.__version__},
         "seconds": time.time() - began,
