@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from tfm_jax import hf
 from tfm_jax.config import Decode
 from tfm_jax.data.batches import make_batches, make_tokenizer
 from tfm_jax.data.look import describe, look_at_splits, measure_rate, shape_uses, show_batches, side_names
@@ -21,14 +22,14 @@ from tfm_jax.equivalence import compact, mismatches, save, table
 from tfm_jax.train.checkpoint import DamagedCheckpoint
 from tfm_jax.train.evaluate import evaluate_translation
 from tfm_jax.train.report import LineCounter, plot_data
-from tfm_jax.train.run import TOKENIZER, load, read_config, read_config_file
+from tfm_jax.train.run import TOKENIZER, decode_settings, load, read_config, read_config_file
 
 
 def translate(run: str, beams: int | None = None, nbest: int | None = None, *, scores: bool = False) -> None:
     """Translate stdin to stdout: n lines in, n lines out, in order, blank lines blank.
 
     Args:
-        run: Directory of the run that trained the model.
+        run: Directory of the run that trained the model, or of a Hugging Face model.
         beams: Hypotheses kept at each step, 1 is greedy search. None: as the run's configuration says.
         nbest: So many lines for each line, the best translation first, empty where there are not so many. None: as the
             run's configuration says.
@@ -58,7 +59,7 @@ def generate(
     """Continue a text: what a decoder-only model writes after the prompt goes to stdout as it is written.
 
     Args:
-        run: Directory of the run that trained the model.
+        run: Directory of the run that trained the model, or of a Hugging Face model.
         prompt: The text to continue.
         sampling: How a token is drawn.
         max_new_tokens: Longest text, its end included. None: as the run's configuration says. Unit: tokens.
@@ -79,7 +80,7 @@ def evaluate(run: str, source: str, target: str, beams: int | None = None) -> No
     """Translate a file and print its scores as JSON: bleu with its signature, chrf, exact_match.
 
     Args:
-        run: Directory of the run that trained the model.
+        run: Directory of the run that trained the model, or of a Hugging Face model.
         source: File with one sentence a line, plain or .gz.
         target: File with the translation of each line.
         beams: Hypotheses kept at each step, 1 is greedy search. None: as the run's configuration says.
@@ -130,6 +131,18 @@ def data(config: str, batches: int = 2, rows: int = 3, seconds: float = 2.0, png
     _note(f"plotted in {picture}")
 
 
+def convert(source: str, target: str, model_type: str | None = None) -> None:
+    """Write a run, or a Hugging Face directory, as a Hugging Face directory that transformers reads.
+
+    Args:
+        source: Directory of the run or of the model.
+        target: Directory to write; it must not hold a model yet.
+        model_type: What config.json calls the model (bert, gpt2, llama, t5, ...). None: what fits.
+    """
+    hf.save(target, *load(source), model_type=model_type)
+    _note(f"written to {target}")
+
+
 def equivalence(json: str | None = None, full: bool = True, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
     """Compare every implementation of attention with float64 NumPy: output and gradients. A mismatch is exit code 1.
 
@@ -155,7 +168,7 @@ def _note(text: str) -> None:
 def _decode(run: str, **changes: int | float | None) -> Decode:
     """As the run's configuration says, but for what is not None."""
     given = {name: value for name, value in changes.items() if value is not None}
-    return replace(read_config(run).decode, **given)
+    return replace(decode_settings(run), **given)
 
 
 COMMANDS = {
@@ -164,6 +177,7 @@ COMMANDS = {
     "evaluate": evaluate,
     "data": data,
     "equivalence": equivalence,
+    "convert": convert,
 }
 
 

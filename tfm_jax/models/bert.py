@@ -177,6 +177,16 @@ class BERT(nnx.Module):
             raise ValueError(f"model.head is {self.config.head!r}: this needs a model with head {head!r}")
 
 
+def mean_pooled(x: Float[Array, "B T D"], segment_ids: Tokens) -> Float[Array, "B D"]:
+    """The mean of each row's tokens, padding (segment 0) left out: a sentence embedding (Reimers and Gurevych 2019).
+
+    A row of padding alone gives zeros.
+    """
+    live = (segment_ids > 0)[..., None]
+    total = jnp.where(live, x.astype(jnp.float32), 0.0).sum(axis=1)
+    return total / jnp.maximum(live.sum(axis=1).astype(jnp.float32), 1.0)
+
+
 def bert_base() -> BERTConfig:
     """BERT base, uncased: 109 million parameters."""
     return BERTConfig()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfm_jax import config
+from tfm_jax import config, hf
 from tfm_jax.data.tokenizer import Tokenizer
 from tfm_jax.models import Model, build, family
 from tfm_jax.sharding import make_mesh
@@ -112,11 +112,13 @@ def _built(values: dict[str, Any]) -> config.Run:
 
 
 def load(directory: str | os.PathLike[str]) -> tuple[Model, dict, Tokenizer]:
-    """Model, parameters and tokenizer of a run, by its path alone, on one device.
+    """Model, parameters and tokenizer of a run or of a Hugging Face directory, by its path alone, on one device.
 
-    The parameters are those the run ended with, or of the newest checkpoint while it has not ended. Raises `ValueError`
-    where there is no run or nothing saved yet.
+    The parameters of a run are those it ended with, or of the newest checkpoint while it has not ended. Raises
+    `ValueError` where there is no run or nothing saved yet, and for the other kind as `hf.load` does.
     """
+    if is_hf(directory):
+        return hf.load(directory)
     directory, run = Path(directory), read_config(directory)
     model = build(run.model)
     abstract = abstract_params(model, make_mesh(config.Mesh()))
@@ -129,6 +131,17 @@ def load(directory: str | os.PathLike[str]) -> tuple[Model, dict, Tokenizer]:
         if not checkpoints.steps:
             raise ValueError(f"{directory} has no checkpoint yet: let the run reach its first one")
         return model, checkpoints.restore_params(checkpoints.steps[-1], abstract), tokenizer
+
+
+def is_hf(directory: str | os.PathLike[str]) -> bool:
+    """Whether a directory holds a model of Hugging Face: its config.json names a model_type."""
+    path = Path(directory) / "config.json"
+    return path.exists() and "model_type" in hf.read_values(directory)
+
+
+def decode_settings(directory: str | os.PathLike[str]) -> config.Decode:
+    """How a run decodes as its configuration says; a Hugging Face directory as `Decode` is by default."""
+    return config.Decode() if is_hf(directory) else read_config(directory).decode
 
 
 def write_result(directory: str | os.PathLike[str], result: dict[str, Any]) -> Path:
