@@ -60,8 +60,11 @@ CASES = {
     "qwen2, untied": ("qwen2", UNTIED | {"num_key_value_heads": 1}),
     "t5": ("t5", {}),
     "t5, 3 + 1 layers": ("t5", {"num_layers": 3, "num_decoder_layers": 1, "d_kv": 2, "vocab_size": 53}),
+    "t5, gated": ("t5", {"feed_forward_proj": "gated-gelu"}),
     "t5 v1.1": ("t5-v1.1", {}),
+    "t5 v1.1, tied": ("t5-v1.1", TIED | {"scale_decoder_outputs": False}),
     "mt5": ("mt5", {"vocab_size": 61}),
+    "mt5, tied": ("mt5", TIED),
     "bart": ("bart", {}),
     "bart, scaled": ("bart", {"scale_embedding": True, "activation_function": "gelu_new", "vocab_size": 43}),
     "bart, 1 + 3 layers": ("bart", {"encoder_layers": 1, "decoder_layers": 3, "activation_function": "relu"}),
@@ -107,7 +110,7 @@ def test_outputs_and_gradient(case, side, loaded, tmp_path):
     found = compare.outputs_on(model, params, expected, side)
     compare.assert_same_outputs(model, found, expected, side)
     if side == "right":
-        own = compare.theirs(their_model(case).config.model_type, model, found[1], tmp_path)
+        own = compare.theirs(their_model(case).config.model_type, model, found[-1], tmp_path)
         norm = np.sqrt(sum((x**2).sum() for x in gradient.values()))
         assert norm > 1
         compare.assert_same_gradient(own, gradient, norm)
