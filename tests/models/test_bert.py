@@ -87,19 +87,6 @@ def test_every_parameter_learns_and_padding_does_not_matter(config):
     assert np.abs(first(tokens) - first(earlier)).max() > 1e-3, "the first token sees the last"
 
 
-def test_the_pooler_reads_the_first_token_and_has_no_logits():
-    model = build(replace(PLAIN, head="pooled"))
-    params, tokens = random_params(model), ids()
-    pooled = model.bind(params).pooled(tokens, segment_ids=SEGMENTS)
-    x = model.hidden_states(params, tokens, segment_ids=SEGMENTS)["encoder"][-1][:, 0]
-    pooler = params["pooler"]
-    np.testing.assert_allclose(pooled, np.tanh(x @ pooler["dense"] + pooler["dense_bias"][None]), **FLOAT32)
-    with pytest.raises(ValueError, match="model.head is 'pooled': this needs a model with head 'masked'"):
-        model.apply(params, tokens)
-    with pytest.raises(ValueError, match="model.head is 'masked': this needs a model with head 'pooled'"):
-        build(PLAIN).bind(random_params(build(PLAIN))).pooled(tokens)
-
-
 def test_what_it_learns_from_and_what_it_cannot_do():
     masked = Data(corruption=Corruption("mask"))
     assert objective_of(build(PLAIN), masked, two_sided=False) == LanguageModel(build(PLAIN), 0.0)

@@ -11,11 +11,11 @@ from jaxtyping import Array, Float, Int, Key
 from tfm_jax.config import require
 from tfm_jax.models.architecture import Architecture, Dropout, Positions
 from tfm_jax.nn.blocks import Encoder
-from tfm_jax.nn.layers import NORMS, Embedding, param, xavier_uniform, zeros
+from tfm_jax.nn.heads import SPAN, LabelHead, MaskedHead, Pooler, mean_pooled, require_labels, unit_length
+from tfm_jax.nn.layers import NORMS, Embedding
 from tfm_jax.nn.positions import or_counted, position_bias, require_length, with_positions
 from tfm_jax.ops import AttentionMask, dropout
-from tfm_jax.ops.blocks import ACTIVATIONS, GATES, Activation, vocabulary_logits
-from tfm_jax.ops.multi_head import add_bias
+from tfm_jax.ops.blocks import Activation, vocabulary_logits
 from tfm_jax.sharding import constrain
 
 Tokens = Int[Array, "B T"]
@@ -46,12 +46,17 @@ class BERTConfig(Architecture):
     """What tells positions apart, as in `TransformerConfig`."""
     token_types: int = 2
     """Kinds of tokens, first and second text: a vector for each is added to the embedding. 0: none."""
-    head: Literal["masked", "pooled"] = "masked"
-    """What stands on the encoder: the head of masked language modelling, or the pooler, a layer on the first token."""
+    head: Literal["masked", "pooled", "sequence", "token", "span", "regression", "embedding"] = "masked"
+    """What stands on the encoder, and so what the model gives: masked, logits of what stands at each token; pooled, the
+    pooler's output for the first token; sequence, logits of each row's label, and regression, a number for each, both
+    from the pooler's output; token, logits of each token's label; span, logits of being the start and the end of an
+    answer; embedding, each row's mean over its tokens, of length 1."""
+    labels: tuple[str, ...] = ()
+    """Names of the labels, for the heads sequence, token and regression."""
     head_bias: bool = True
-    """A bias in the output layer."""
+    """A bias in the output layer of head masked."""
     dropout: Dropout = field(default_factory=lambda: Dropout(embedding=0.1, residual=0.1, attention=0.1))
-    """Dropout rate of each site."""
+    """Dropout rate of each site; before the layer with the labels it is residual."""
 
     family: ClassVar[str] = "bert"
     kind: ClassVar[str] = "encoder"
@@ -59,34 +64,7 @@ class BERTConfig(Architecture):
     def __post_init__(self):
         self.check("num_layers")
         require(self.token_types >= 0, f"model.token_types is {self.token_types}: 0 or more are needed")
-
-
-class MaskedHead(nnx.Module):
-    """norm(activation(x W + b)): what the output layer, the embedding's table, reads (BERT's own code)."""
-
-    def __init__(self, config: BERTConfig, *, rngs: nnx.Rngs):
-        width = config.d_model
-        # of a gated network, the activation of its gate: one matrix has nothing to gate
-        self.activation = ACTIVATIONS[GATES.get(config.activation, config.activation)]
-        self.dense = param((width, width), axes=("embed", None), init=xavier_uniform(), rngs=rngs)
-        self.dense_bias = param((width,), axes=(None,), init=zeros, rngs=rngs)
-        self.norm = NORMS[config.norm_kind](width, eps=config.norm_eps, rngs=rngs)
-        if config.head_bias:
-            self.bias = param((config.vocab_size,), axes=("vocab",), init=zeros, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.norm(self.activation(add_bias(x @ self.dense[...], self.dense_bias[...])))
-
-
-class Pooler(nnx.Module):
-    """tanh(x_0 W + b) of the first token (Devlin et al. 2019)."""
-
-    def __init__(self, d_model: int, *, rngs: nnx.Rngs):
-        self.dense = param((d_model, d_model), axes=("embed", None), init=xavier_uniform(), rngs=rngs)
-        self.dense_bias = param((d_model,), axes=(None,), init=zeros, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B D"]:
-        return jnp.tanh(add_bias(x[:, :1] @ self.dense[...], self.dense_bias[...]))[:, 0]
+        require_labels(self.head, self.labels)
 
 
 class BERT(nnx.Module):
@@ -107,25 +85,53 @@ class BERT(nnx.Module):
         bias = position_bias(config, bidirectional=True, rngs=rngs)
         self.encoder = Encoder(config.sizes, config.settings, config.num_layers, position_bias=bias, rngs=rngs)
         if config.head == "masked":
-            self.masked = MaskedHead(config, rngs=rngs)
-        else:
+            kinds = {"activation": config.activation, "norm_kind": config.norm_kind, "norm_eps": config.norm_eps}
+            bias_size = config.vocab_size if config.head_bias else 0
+            self.masked = MaskedHead(config.d_model, **kinds, bias_size=bias_size, rngs=rngs)
+        if config.head in ("pooled", "sequence", "regression"):
             self.pooler = Pooler(config.d_model, rngs=rngs)
+        if labels := SPAN if config.head == "span" else config.labels:
+            self.classifier = LabelHead(config.d_model, len(labels), rngs=rngs)
 
-    def __call__(self, tokens: Tokens, **inputs: Tokens | Key[Array, ""] | None) -> Float[Array, "B T V"]:
-        """Logits of what stands at each token; inputs as for `contextual`. ValueError without the masked head."""
-        table, bias = self.output_layer()
-        logits = vocabulary_logits(self.features(tokens, **inputs), table)
-        return constrain(logits if bias is None else logits + bias[None, None], "batch", None, "vocab")
+    def __call__(
+        self,
+        tokens: Tokens,
+        *,
+        segment_ids: Tokens | None = None,
+        key: Key[Array, ""] | None = None,
+        **inputs: Tokens | None,
+    ) -> Float[Array, "B ..."]:
+        """What the head gives, in float32; inputs as for `contextual`.
 
-    def features(self, tokens: Tokens, **inputs: Tokens | Key[Array, ""] | None) -> Float[Array, "B T D"]:
-        """What the output layer reads; inputs as for `contextual`."""
-        self._require("masked")
-        return self.masked(self.contextual(tokens, **inputs))
+        B T V with head masked, B D with pooled and embedding, B C with sequence and regression, B T C with token, where
+        C counts the labels, and B T 2 with span. Row by row: a head for rows knows no packed texts.
+        """
+        stack_key, head_key = (None, None) if key is None else tuple(jax.random.split(key))
+        x = self.contextual(tokens, segment_ids=segment_ids, key=stack_key, **inputs)
+        dropped = {"dropout_rate": self.config.dropout.residual, "key": head_key}
+        match self.config.head:
+            case "masked":
+                table, bias = self.output_layer()
+                logits = vocabulary_logits(self.masked(x), table)
+                return constrain(logits if bias is None else logits + bias[None, None], "batch", None, "vocab")
+            case "pooled":
+                return self.pooler(x)
+            case "embedding":
+                return unit_length(mean_pooled(x, segment_ids))
+            case "sequence" | "regression":
+                return self.classifier(self.pooler(x), **dropped)
+            case "token":
+                return self.classifier(x, **dropped)
+            case "span":
+                return self.classifier(x, dropout_rate=0.0, key=None)
 
-    def pooled(self, tokens: Tokens, **inputs: Tokens | Key[Array, ""] | None) -> Float[Array, "B D"]:
-        """The pooler's output for each row; inputs as for `contextual`. ValueError without the pooler."""
-        self._require("pooled")
-        return self.pooler(self.contextual(tokens, **inputs))
+    def features(
+        self, tokens: Tokens, *, key: Key[Array, ""] | None = None, **inputs: Tokens | None
+    ) -> Float[Array, "B T D"]:
+        """What the output layer reads, with head masked alone; inputs as for `contextual`."""
+        self._require_output_layer()
+        stack_key = None if key is None else jax.random.split(key)[0]
+        return self.masked(self.contextual(tokens, key=stack_key, **inputs))
 
     def contextual(
         self,
@@ -155,7 +161,7 @@ class BERT(nnx.Module):
 
     def output_layer(self) -> tuple[Float[Array, "V D"], Float[Array, "V"] | None]:
         """As `Model.output_layer`."""
-        self._require("masked")
+        self._require_output_layer()
         return self.embedding.table[...], self.masked.bias[...] if self.config.head_bias else None
 
     def _own(self, tokens, *, segment_ids=None, token_types=None, positions=None):
@@ -172,19 +178,9 @@ class BERT(nnx.Module):
         relative = positions if kind in ("alibi", "shaw", "t5") else None
         return x, {"mask": AttentionMask(relative, relative, segment_ids, segment_ids), "positions": positions}
 
-    def _require(self, head):
-        if self.config.head != head:
-            raise ValueError(f"model.head is {self.config.head!r}: this needs a model with head {head!r}")
-
-
-def mean_pooled(x: Float[Array, "B T D"], segment_ids: Tokens) -> Float[Array, "B D"]:
-    """The mean of each row's tokens, padding (segment 0) left out: a sentence embedding (Reimers and Gurevych 2019).
-
-    A row of padding alone gives zeros.
-    """
-    live = (segment_ids > 0)[..., None]
-    total = jnp.where(live, x.astype(jnp.float32), 0.0).sum(axis=1)
-    return total / jnp.maximum(live.sum(axis=1).astype(jnp.float32), 1.0)
+    def _require_output_layer(self):
+        if self.config.head != "masked":
+            raise ValueError(f"model.head is {self.config.head!r}: only a model with head 'masked' has an output layer")
 
 
 def bert_base() -> BERTConfig:

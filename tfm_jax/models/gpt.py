@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from tfm_jax.config import require
 from tfm_jax.models.architecture import Architecture, Dropout, Positions
 from tfm_jax.nn.blocks import Encoder
+from tfm_jax.nn.heads import SPAN, LabelHead, last_token, require_labels
 from tfm_jax.nn.layers import Embedding, param, xavier_uniform, zeros
 from tfm_jax.nn.positions import or_counted, position_bias, require_length, with_positions
 from tfm_jax.ops import AttentionMask, KVCache, Rotary, dropout
@@ -44,14 +46,23 @@ class GPTConfig(Architecture):
     """What tells positions apart, as in `TransformerConfig`."""
     tied_embeddings: bool = True
     """Embedding and output layer are one matrix."""
+    head: Literal["language", "sequence", "token", "span", "regression"] = "language"
+    """What stands on the stack, and so what the model gives: language, logits of the token after each token; sequence,
+    logits of each row's label, and regression, a number for each, both from the row's last token; token, logits of each
+    token's label; span, logits of being the start and the end of an answer."""
+    labels: tuple[str, ...] = ()
+    """Names of the labels, for the heads sequence, token and regression."""
     dropout: Dropout = field(default_factory=lambda: Dropout(embedding=0.1, residual=0.1, attention=0.1))
-    """Dropout rate of each site."""
+    """Dropout rate of each site; before the layer with the labels it is residual."""
 
     family: ClassVar[str] = "gpt"
     kind: ClassVar[str] = "decoder"
 
     def __post_init__(self):
         self.check("num_layers")
+        require_labels(self.head, self.labels)
+        whole = self.head == "language" or not self.head_bias
+        require(whole, f"model.head_bias is {self.head_bias}, model.head {self.head!r}: it is for 'language' alone")
 
 
 class GPT(nnx.Module):
@@ -68,15 +79,40 @@ class GPT(nnx.Module):
             self.position_embedding = Embedding(config.max_length, config.d_model, axis=None, rngs=rngs)
         bias = position_bias(config, bidirectional=False, rngs=rngs)
         self.decoder = Encoder(config.sizes, config.settings, config.num_layers, position_bias=bias, rngs=rngs)
-        if not config.tied_embeddings:
+        if config.head == "language" and not config.tied_embeddings:
             shape = (config.vocab_size, config.d_model)
             self.head = param(shape, axes=("vocab", "embed"), init=xavier_uniform(), rngs=rngs)
         if config.head_bias:
             self.head_bias = param((config.vocab_size,), axes=("vocab",), init=zeros, rngs=rngs)
+        if labels := SPAN if config.head == "span" else config.labels:
+            bias = config.head in ("token", "span")
+            self.classifier = LabelHead(config.d_model, len(labels), bias=bias, rngs=rngs)
 
-    def __call__(self, tokens: Tokens, **inputs: Tokens | Key[Array, ""] | None) -> Float[Array, "B T V"]:
-        """Logits of the token after each token; inputs as for `features`."""
-        return self._logits(self.features(tokens, **inputs))
+    def __call__(
+        self,
+        tokens: Tokens,
+        *,
+        segment_ids: Tokens | None = None,
+        positions: Tokens | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "B ..."]:
+        """What the head gives, in float32. With a key, dropout is on.
+
+        B T V with head language, B C with sequence and regression, B T C with token, where C counts the labels, and
+        B T 2 with span. Row by row: a head for rows knows no packed texts.
+        """
+        stack_key, head_key = (None, None) if key is None else tuple(jax.random.split(key))
+        x = self._stack(tokens, segment_ids, positions, stack_key)
+        dropped = {"dropout_rate": self.config.dropout.residual, "key": head_key}
+        match self.config.head:
+            case "language":
+                return self._logits(x)
+            case "sequence" | "regression":
+                return self.classifier(last_token(x, segment_ids), **dropped)
+            case "token":
+                return self.classifier(x, **dropped)
+            case "span":
+                return self.classifier(x, dropout_rate=0.0, key=None)
 
     def features(
         self,
@@ -86,7 +122,11 @@ class GPT(nnx.Module):
         positions: Tokens | None = None,
         key: Key[Array, ""] | None = None,
     ) -> Float[Array, "B T D"]:
-        """The stack's output, which the output layer reads. With a key, dropout is on."""
+        """What the output layer reads, with head language alone; inputs as for a call."""
+        self._require_output_layer()
+        return self._stack(tokens, segment_ids, positions, None if key is None else jax.random.split(key)[0])
+
+    def _stack(self, tokens, segment_ids, positions, key):
         embed_key, stack_key = (None, None) if key is None else tuple(jax.random.split(key))
         x, inputs = self._inputs(tokens, segment_ids, positions, embed_key)
         return self.decoder(x, **inputs, key=stack_key)
@@ -105,6 +145,7 @@ class GPT(nnx.Module):
 
     def init_cache(self, batch: int, length: int) -> KVCache:
         """An empty cache for `length` columns."""
+        self._require_output_layer()
         config, dtype = self.config, self.embedding.table.dtype
         d_k, d_v = config.head_sizes
         shape = Stored(
@@ -144,8 +185,14 @@ class GPT(nnx.Module):
 
     def output_layer(self) -> tuple[Float[Array, "V D"], Float[Array, "V"] | None]:
         """As `Model.output_layer`."""
+        self._require_output_layer()
         table = self.embedding.table if self.config.tied_embeddings else self.head
         return table[...], self.head_bias[...] if self.config.head_bias else None
+
+    def _require_output_layer(self):
+        head = self.config.head
+        if head != "language":
+            raise ValueError(f"model.head is {head!r}: only a model with head 'language' has an output layer")
 
     def _logits(self, x):
         table, bias = self.output_layer()

@@ -51,7 +51,8 @@ class Model:
         return nnx.merge(_graphdef(self), params)
 
     def apply(self, params: dict, *tokens: Array, **inputs: Any) -> Array:
-        """Logits `B T V` in float32 for tokens `B T`; two-sided models take the source tokens first.
+        """Logits `B T V` in float32 for tokens `B T`, or what another head gives (`BERT`, `GPT`); two-sided models take
+        the source tokens first.
 
         inputs: segment_ids, positions (`B T`; with the prefix source_ for the encoder's) and key.
         """
