@@ -1,5 +1,6 @@
 """Published config.json files give the published models; what is written is read back; the rest is refused by name."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -410,14 +411,25 @@ GPT2S = {
     "activation_function": PLAIN,
     "scale_attn_weights": (True, False),
 }
+LABELS = {
+    "id2label": (None, {"0": "bad", "1": "good"}, {"1": "b", "0": "a", "2": "c"}, {"0": "stars"}),
+    "problem_type": (None, "regression"),
+}
+
+
+def _classes(name, *others):
+    endings = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+    return LABELS | {"architectures": (None, *([f"{name}{ending}"] for ending in (*endings, *others)))}
+
+
 FILES = {
-    "bert": _options(**ENCODER, **SIZES, hidden_act=PLAIN, architectures=(["BertModel"],))
-    | _options(**ENCODER, **SIZES, architectures=(["BertForMaskedLM"], None)),
-    "roberta": _options(**ENCODER, **SIZES, hidden_act=PLAIN, architectures=(["RobertaModel"], ["RobertaForMaskedLM"])),
-    "gpt2": _options(**GPT2S, **SIZES),
-    "llama": _options(**DECODER, **SIZES, attention_bias=(True, False), mlp_bias=(True, False)),
-    "mistral": _options(**DECODER, **SIZES),
-    "qwen2": _options(**DECODER, **SIZES),
+    "bert": _options(**ENCODER, **SIZES, **_classes("Bert", "Model", "ForMaskedLM"), hidden_act=PLAIN),
+    "roberta": _options(**ENCODER, **SIZES, **_classes("Roberta", "Model", "ForMaskedLM"), hidden_act=("gelu",))
+    | _options(**ENCODER, **SIZES, hidden_act=PLAIN, architectures=(["RobertaModel"],)),
+    "gpt2": _options(**GPT2S, **SIZES, **_classes("GPT2", "LMHeadModel")),
+    "llama": _options(**DECODER, **SIZES, **_classes("Llama"), attention_bias=(True, False), mlp_bias=(True, False)),
+    "mistral": _options(**DECODER, **SIZES, **_classes("Mistral", "ForCausalLM")),
+    "qwen2": _options(**DECODER, **SIZES, **_classes("Qwen2", "ForCausalLM")),
     "t5": _options(**T5S, **SIZES, n_positions=(23, 29))
     | _options(**T5S, **SIZES, scale_decoder_outputs=(True, False)),
     "mt5": _options(**T5S, **SIZES),
@@ -473,17 +485,25 @@ def test_b58_what_a_file_leaves_out_has_their_default(model_type, ours):
     assert {name: getattr(config, name) for name in ours} == ours
 
 
+LABELLED = {"architectures": ["BertForSequenceClassification"]}
+
+
 @pytest.mark.parametrize(
     "model_type, values, named",
     [
         ("bert", {"hidden_act": "gelu_fast"}, "hidden_act"),
-        ("bert", {"hidden_act": "relu"}, "hidden_act"),
+        ("roberta", {"hidden_act": "relu"}, "hidden_act"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
         ("bert", {"is_decoder": True}, "is_decoder"),
         ("bert", {"add_cross_attention": True}, "add_cross_attention"),
         ("bert", {"tie_word_embeddings": False}, "tie_word_embeddings"),
         ("bert", {"type_vocab_size": 0}, "type_vocab_size"),
-        ("bert", {"architectures": ["BertForSequenceClassification"]}, "BertForSequenceClassification"),
+        ("bert", {"architectures": ["BertForMultipleChoice"]}, "BertForMultipleChoice"),
+        ("bert", LABELLED | {"problem_type": "multi_label_classification"}, "problem_type"),
+        ("bert", LABELLED | {"id2label": {"1": "a", "2": "b"}}, "id2label"),
+        ("bert", LABELLED | {"id2label": {"0": "a", "1": "a"}}, "model.labels"),
+        ("bert", LABELLED | {"id2label": {"0": "a"}, "problem_type": "single_label_classification"}, "model.labels"),
+        ("bert", LABELLED | {"classifier_dropout": 0.3}, "classifier_dropout"),
         ("bert", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("bert", {"hidden_size": "12"}, "hidden_size"),
         ("bert", {"num_hidden_layers": None}, "num_layers"),
@@ -524,6 +544,42 @@ def test_what_is_not_supported_is_refused_by_name(model_type, values, named):
     read_config(SMALL[model_type])
     with pytest.raises(ValueError, match=named):
         read_config(SMALL[model_type] | values)
+
+
+@pytest.mark.parametrize(
+    "values, head, labels",
+    [
+        ({"architectures": ["BertForSequenceClassification"]}, "sequence", ("LABEL_0", "LABEL_1")),
+        ({"architectures": ["BertForSequenceClassification"], "id2label": {"0": "stars"}}, "regression", ("stars",)),
+        (LABELLED | {"id2label": {"0": "x", "1": "y"}, "problem_type": "regression"}, "regression", ("x", "y")),
+        (
+            {"architectures": ["BertForTokenClassification"], "num_labels": 3},
+            "token",
+            ("LABEL_0", "LABEL_1", "LABEL_2"),
+        ),
+        ({"architectures": ["BertForQuestionAnswering"]}, "span", ()),
+    ],
+)
+def test_labels_are_those_of_the_file(values, head, labels):
+    """One number is a regression, as there; what is written says so and reads the same."""
+    config = read_config(SMALL["bert"] | values)
+    assert (config.head, config.labels) == (head, labels)
+    written = write_config(config, "bert")
+    assert written["architectures"] == values["architectures"]
+    assert (written.get("problem_type") == "regression") == (head == "regression")
+    assert read_config(json.loads(json.dumps(written))) == config
+
+
+def test_another_head_than_that_of_the_file():
+    values = SMALL["bert"] | {"architectures": ["BertModel"], "id2label": {"0": "x", "1": "y"}}
+    assert read_config(values, head="token").labels == ("x", "y")
+    embedding = read_config(values, head="embedding")
+    assert (embedding.head, embedding.labels) == ("embedding", ())
+    assert write_config(embedding, "bert")["architectures"] == ["BertModel"]
+    with pytest.raises(ValueError, match="head is 'span', but models of type 't5' have one head"):
+        read_config(SMALL["t5"], head="span")
+    with pytest.raises(ValueError, match="model.head is 'language'"):
+        read_config(SMALL["bert"], head="language")
 
 
 @pytest.mark.parametrize("values", [{}, {"model_type": "mbart"}, {"model_type": ["bert"]}])
@@ -595,7 +651,7 @@ def test_derived_fields_of_t5_decide_as_they_do_there():
         (GPTConfig(13), "bert", "family"),
         (GPTConfig(13), "t5", "family"),
         (BERTConfig(13, norm="pre"), "bert", r"model\.norm: 'pre', 'post'"),
-        (BERTConfig(13, activation="relu"), "bert", r"model\.activation"),
+        (BERTConfig(13, activation="relu"), "roberta", r"model\.activation"),
         (BERTConfig(13, activation="swiglu"), "roberta", r"model\.activation"),
         (BERTConfig(13, token_types=0), "bert", r"model\.token_types"),
         (BERTConfig(13, positions="alibi"), "bert", r"model\.positions"),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfm_jax.config import differences, from_dict, require, to_dict
-from tfm_jax.hf.conversions import NEVER, WHERE_NULL, Values
+from tfm_jax.hf.conversions import NEVER, WHERE_NULL, Values, read_head, write_head
 from tfm_jax.hf.formats import FORMATS, Format
 from tfm_jax.models import BERTConfig, GPTConfig, TransformerConfig
 
@@ -19,8 +19,10 @@ def architecture_of(values: Mapping[str, Any]) -> str:
     return model_type
 
 
-def read_config(values: Mapping[str, Any], *, own_head: bool = True) -> Config:
+def read_config(values: Mapping[str, Any], *, own_head: bool = True, head: str | None = None) -> Config:
     """The configuration that a config.json describes, of the family that its model_type belongs to.
+
+    head: of BERT and of decoders, instead of the one of the class that config.json names.
 
     own_head: False where the files hold no lm_head.weight. Only T5's and mT5's need it: transformers 5 writes of both
     that embedding and output layer are tied, and then goes by the tensors it finds.
@@ -43,6 +45,9 @@ def read_config(values: Mapping[str, Any], *, own_head: bool = True) -> Config:
         right = not isinstance(default, int | float) or isinstance(values[field], int | float | None)
         require(right, f"{field} is {values[field]!r}: a number like {default!r} is expected")
     ours = form.switches | _same(form, values) | form.read(model_type, values) | form.architectures[name]
+    require(head is None or "head" in ours, f"head is {head!r}, but models of type {model_type!r} have one head")
+    if "head" in ours:
+        ours |= read_head(model_type, values, head or ours["head"])
     if "d_kv" in form.fields and not own_head:
         ours["tied_embeddings"] = "all"
     rates = {name: ours.pop(f"dropout.{name}") for name in ("embedding", "residual", "attention", "feed_forward")}
@@ -63,13 +68,15 @@ def write_config(
     family = form.family.family
     require(config.family == family, f"model.family is {config.family!r}: model_type {model_type!r} is of {family!r}")
     ours = _settled(config)
-    fitting = [name for name, own in form.architectures.items() if own.items() <= ours.items()]
+    # the same class does both, and what an embedding is made of is the model without a head
+    stands = {"head": {"regression": "sequence", "embedding": "pooled"}.get(ours.get("head"), ours.get("head"))}
+    fitting = [name for name, own in form.architectures.items() if own.items() <= (ours | stands).items()]
     values = {"architectures": fitting[:1], "model_type": model_type, "dtype": dtype}
     values["is_encoder_decoder"] = config.kind == "encoder-decoder"
     flat = ours | {f"dropout.{name}": rate for name, rate in ours["dropout"].items()}
     values |= {theirs: flat[name] for theirs, (name, *_) in form.fields.items()}
-    values |= form.write(model_type, ours)
-    back = read_config(values, own_head=ours.get("tied_embeddings") != "all")
+    values |= form.write(model_type, ours) | (write_head(ours) if ours.get("labels") else {})
+    back = read_config(values, own_head=ours.get("tied_embeddings") != "all", head=ours.get("head"))
     changed = "; ".join(f"model.{line}" for line in differences(ours, _settled(back)))
     require(not changed, f"models of type {model_type!r} have other values than this one: {changed}")
     return values | _special_ids(config, model_type, special or {})

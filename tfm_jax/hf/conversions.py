@@ -36,6 +36,8 @@ _ROPE_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "fac
 _MARIAN_TIES = {(True, True): "all", (False, True): "target_output", (False, False): "none"}
 """By share_encoder_decoder_embeddings and tie_word_embeddings."""
 
+_SINGLE = "single_label_classification"
+
 WHERE_NULL: dict[str, Callable[[Values], Any]] = {
     "n_inner": lambda values: 4 * values["n_embd"],
     "num_key_value_heads": lambda values: values["num_attention_heads"],
@@ -58,15 +60,41 @@ def _activation_name(activation: str, names: dict[str, str]) -> str:
     return names[activation]
 
 
+def read_head(model_type: str, values: Values, head: str) -> Values:
+    """Ours of what stands on the model: `head`, where their fields do not make it a regression, and labels."""
+    if head == "masked":
+        activation = _activation("hidden_act", values["hidden_act"])
+        # BERT's head repeats the activation of the blocks, RoBERTa's has its own
+        right = model_type == "bert" or activation == "gelu"
+        require(right, f"hidden_act (model.activation) is {activation!r}: RoBERTa's masked head has 'gelu' alone")
+    if head not in ("sequence", "regression", "token"):
+        return {"head": head}
+    given = values.get("id2label") or {i: f"LABEL_{i}" for i in range(values.get("num_labels") or 2)}
+    names = {int(i): name for i, name in given.items()}
+    in_order = sorted(names) == list(range(len(names)))
+    require(in_order, f"id2label (model.labels) has {sorted(names)}: numbers from 0 up are expected")
+    rate = values.get("hidden_dropout_prob", values.get("resid_pdrop"))
+    own_rate = values.get("classifier_dropout")
+    same = own_rate is None or rate in (None, own_rate)
+    require(
+        same, f"classifier_dropout is {own_rate}, other layers have {rate}: one rate (dropout.residual) is supported"
+    )
+    kind = values.get("problem_type") or ("regression" if len(names) == 1 else _SINGLE)
+    require(kind in ("regression", _SINGLE), f"problem_type is {kind!r}: 'regression' and {_SINGLE!r} are supported")
+    regression = head != "token" and kind == "regression"
+    return {"head": "regression" if regression else head, "labels": [names[i] for i in range(len(names))]}
+
+
+def write_head(ours: Values) -> Values:
+    """Theirs of a head with labels."""
+    names = dict(enumerate(ours["labels"]))
+    kind = {"regression": "regression", "sequence": _SINGLE}.get(ours["head"])
+    return {"id2label": names, "label2id": {name: i for i, name in names.items()}, "problem_type": kind}
+
+
 def read_bert(model_type: str, values: Values) -> Values:
     unused = 2 if model_type == "roberta" else 0  # positions begin at pad_token_id + 1
     activation = _activation("hidden_act", values["hidden_act"])
-    masked = (values.get("architectures") or ["BertForMaskedLM"])[0] != "BertModel"
-    # BERT's head repeats the activation, RoBERTa's and ours are exact GELU
-    right = activation == "gelu" or model_type == "roberta" or not masked
-    require(
-        right, f"hidden_act (model.activation) is {activation!r}: BERT's masked head is supported with 'gelu' alone"
-    )
     kinds = values["type_vocab_size"]
     require(kinds != 0, "type_vocab_size (model.token_types) is 0: at least 1 is needed there")
     return {"activation": activation, "max_length": values["max_position_embeddings"] - unused}

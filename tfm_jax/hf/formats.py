@@ -50,6 +50,12 @@ class Format(NamedTuple):
         return {name: default for name, (*_, default) in self.fields.items()} | self.others
 
 
+def _labelled(name: str) -> dict[str, Values]:
+    """The classes with a number a label; regression is told from sequence by other fields (`read_labels`)."""
+    heads = {"ForSequenceClassification": "sequence", "ForTokenClassification": "token", "ForQuestionAnswering": "span"}
+    return {f"{name}{ending}": {"head": head} for ending, head in heads.items()}
+
+
 def _bert(architectures: dict[str, Values], *, vocab_size: int, only: Values) -> Format:
     return Format(
         BERTConfig,
@@ -80,7 +86,8 @@ def _llama(name: str, *, fields: dict[str, tuple], others: Values, switches: Val
     window = {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0, "layer_types": None}
     return Format(
         GPTConfig,
-        architectures={f"{name}ForCausalLM": {}, f"{name}Model": {}},
+        architectures={f"{name}ForCausalLM": {"head": "language"}, f"{name}Model": {"head": "language"}}
+        | _labelled(name),
         fields={
             "vocab_size": ("vocab_size", 32_000),
             "hidden_size": ("d_model", 4096),
@@ -182,18 +189,19 @@ FORMATS: dict[str, Format] = {
             "BertForMaskedLM": {"head": "masked"},
             "BertModel": {"head": "pooled"},
             "BertForPreTraining": {"head": "masked"},
-        },
+        }
+        | _labelled("Bert"),
         vocab_size=30_522,
         only={},
     ),
     "roberta": _bert(
-        {"RobertaForMaskedLM": {"head": "masked"}, "RobertaModel": {"head": "pooled"}},
+        {"RobertaForMaskedLM": {"head": "masked"}, "RobertaModel": {"head": "pooled"}} | _labelled("Roberta"),
         vocab_size=50_265,
         only={"pad_token_id": 1},
     ),
     "gpt2": Format(
         GPTConfig,
-        architectures={"GPT2LMHeadModel": {}, "GPT2Model": {}},
+        architectures={"GPT2LMHeadModel": {"head": "language"}, "GPT2Model": {"head": "language"}} | _labelled("GPT2"),
         fields={
             "vocab_size": ("vocab_size", 50_257),
             "n_embd": ("d_model", 768),

@@ -137,19 +137,30 @@ def _bert(config: Any, prefix: str, head: dict[str, str]) -> Layout:
         *_norm(("embedding_norm",), None, "embeddings.LayerNorm", config.norm_kind),
         *_stack("encoder", config.num_layers, block),
     ]
-    copies = {}
-    if config.head == "pooled":
-        entries += _linear(("pooler", "dense"), None, "pooler.dense", bias=True)
-    else:
-        entries += _linear(("masked", "dense"), None, head["dense"], bias=True, head=True)
-        for ours, theirs in (("scale", "weight"), ("bias", "bias")):
-            entries.append(Entry(("masked", "norm", ours), None, f"{head['norm']}.{theirs}", head=True))
+    own, copies, unread = _bert_head(config, head)
+    # what BERT's and RoBERTa's own training had besides, and this head does not read
+    return Layout(prefix, (*entries, *own), copies, ("embeddings.position_ids", *unread))
+
+
+def _bert_head(config: Any, head: dict[str, str]) -> tuple[list[Entry], dict[str, str], tuple[str, ...]]:
+    """Entries of a head, tensors it repeats, and endings of tensors it does not read."""
+    if config.head == "masked":
+        entries = [*_linear(("masked", "dense"), None, head["dense"], bias=True, head=True)]
+        entries += [entry._replace(head=True) for entry in _norm(("masked", "norm"), None, head["norm"], "layernorm")]
         entries.append(Entry(("masked", "bias"), None, head["bias"], "vector", head=True))
         copies = {f"{head['decoder']}.weight": "embeddings.word_embeddings.weight"}
-        copies |= {f"{head['decoder']}.bias": head["bias"]}
-    # what BERT's and RoBERTa's own training had besides, and no head here reads
-    ignored = ("embeddings.position_ids", *(_OTHER_HEADS if config.head == "masked" else ()))
-    return Layout(prefix, tuple(entries), copies, ignored)
+        return entries, copies | {f"{head['decoder']}.bias": head["bias"]}, _OTHER_HEADS
+    if config.head == "pooled":
+        return [*_linear(("pooler", "dense"), None, "pooler.dense", bias=True)], {}, ()
+    if config.head == "embedding":
+        return [], {}, _OTHER_HEADS
+    if config.head in ("token", "span"):
+        return [*_linear(("classifier", "dense"), None, _LABELS[config.head], bias=True, head=True)], {}, _OTHER_HEADS
+    # RoBERTa's classifier has a pooler of its own
+    beside = head["pooler"].startswith("classifier")
+    entries = [*_linear(("pooler", "dense"), None, head["pooler"], bias=True, head=beside)]
+    entries += _linear(("classifier", "dense"), None, head["classifier"], bias=True, head=True)
+    return entries, {}, _OTHER_HEADS if beside else ()
 
 
 def _gpt2(config: Any) -> Layout:
@@ -170,12 +181,13 @@ def _gpt2(config: Any) -> Layout:
         *_stack("decoder", config.num_layers, block),
         *_norm(("decoder", "norm"), None, "ln_f", config.norm_kind),
     )
-    return _with_head(
-        "transformer.", entries, config.tied_embeddings, "wte.weight", (".attn.bias", ".attn.masked_bias")
-    )
+    buffers = (".attn.bias", ".attn.masked_bias")
+    if config.head != "language":
+        return _labelled("transformer.", entries, config, {"token": "classifier"}, buffers)
+    return _with_head("transformer.", entries, config.tied_embeddings, "wte.weight", buffers)
 
 
-def _llama(config: Any) -> Layout:
+def _llama(config: Any, span_prefix: str = "transformer.") -> Layout:
     def block(path, i):
         at = f"layers.{i}."
         names = tuple(f"{at}self_attn.{x}_proj" for x in "qkvo")
@@ -190,7 +202,18 @@ def _llama(config: Any) -> Layout:
         *_stack("decoder", config.num_layers, block),
         *_norm(("decoder", "norm"), None, "norm", config.norm_kind),
     )
-    return _with_head("model.", entries, config.tied_embeddings, "embed_tokens.weight", ("rotary_emb.inv_freq",))
+    buffers = ("rotary_emb.inv_freq",)
+    if config.head != "language":
+        return _labelled(span_prefix if config.head == "span" else "model.", entries, config, {}, buffers)
+    return _with_head("model.", entries, config.tied_embeddings, "embed_tokens.weight", buffers)
+
+
+def _labelled(prefix: str, entries: tuple, config: Any, names: dict[str, str], ignored: tuple[str, ...]) -> Layout:
+    """A decoder with a number a label in the place of its output layer."""
+    name = ({"token": "score", "sequence": "score", "regression": "score", "span": "qa_outputs"} | names)[config.head]
+    bias = config.head in ("token", "span")
+    head = _linear(("classifier", "dense"), None, name, bias=bias, head=True)
+    return Layout(prefix, (*entries, *head), {}, ignored)
 
 
 def _with_head(prefix: str, entries: tuple, tied: bool, table: str, ignored: tuple[str, ...]) -> Layout:
@@ -281,19 +304,24 @@ _BERT_HEAD = {
     "norm": "cls.predictions.transform.LayerNorm",
     "bias": "cls.predictions.bias",
     "decoder": "cls.predictions.decoder",
+    "pooler": "pooler.dense",
+    "classifier": "classifier",
 }
 _ROBERTA_HEAD = {
     "dense": "lm_head.dense",
     "norm": "lm_head.layer_norm",
     "bias": "lm_head.bias",
     "decoder": "lm_head.decoder",
+    "pooler": "classifier.dense",
+    "classifier": "classifier.out_proj",
 }
+_LABELS = {"token": "classifier", "span": "qa_outputs"}
 _LAYOUTS = {
     "bert": lambda config: _bert(config, "bert.", _BERT_HEAD),
     "roberta": lambda config: _bert(config, "roberta.", _ROBERTA_HEAD),
     "gpt2": _gpt2,
     "llama": _llama,
-    "mistral": _llama,
+    "mistral": lambda config: _llama(config, "model."),
     "qwen2": _llama,
     "t5": _t5,
     "mt5": _t5,

@@ -19,6 +19,8 @@ def require_labels(head: str, labels: tuple[str, ...]) -> None:
     needed = head in LABELLED
     what = "the name of each label is needed" if needed else f"only heads {', '.join(LABELLED)} have labels"
     require(bool(labels) == needed, f"model.head is {head!r}, model.labels {labels}: {what}")
+    single = head == "sequence" and len(labels) == 1
+    require(not single, f"model.labels is {labels}: a sequence's label is one of two or more, a number is 'regression'")
     require(len(set(labels)) == len(labels), f"model.labels is {labels}: a name twice")
 
 
