@@ -21,8 +21,8 @@ test: venv ## the tests that are not slow, on all cores
 test-slow: venv ## the slow tests
 	$(BIN)/python -m pytest -m "slow and not oracles"
 
-test-oracles: $(VENV)/.installed-oracles ## compare with torch and transformers (installs them)
-	$(BIN)/python -m pytest -m oracles
+test-oracles: $(VENV)/.installed-oracles ## compare with torch and transformers, and a published checkpoint (installs them)
+	$(BIN)/python -m pytest -m oracles --numprocesses auto --dist loadfile
 
 lint: venv ## style and formatting
 	$(BIN)/python -m ruff check

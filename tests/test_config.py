@@ -52,7 +52,7 @@ def run(**changes):
             corruption=Corruption(rate=0.25),
         ),
         "optimizer": Optimizer(schedule="constant", clip_norm=0.5),
-        "decode": Decode(beams=3, early_stopping=False),
+        "decode": Decode(beams=3, early_stopping=False, eos_ids=(2, 7), forced_ids=(5,), suppressed_ids=(3, 11)),
         "mesh": Mesh(data=2, model=3),
     }
     return Run(**fields | changes)
@@ -113,6 +113,8 @@ def test_int_is_taken_for_float_and_nothing_else_is_converted():
         ({"train": {"steps": 3, "seed": None}}, ["config.train.seed", "None", "int"]),
         ({"train": {"steps": 3, "label_smoothing": "0.1"}}, ["config.train.label_smoothing", "'0.1'", "float"]),
         ({"decode": {"early_stopping": 1}}, ["config.decode.early_stopping", "1", "bool"]),
+        ({"decode": {"eos_ids": 2}}, ["config.decode.eos_ids", "2", "a list"]),
+        ({"decode": {"eos_ids": [2, "3"]}}, ["config.decode.eos_ids[1]", "'3'", "int"]),
         ({"data": {"dir": 5}}, ["config.data.dir", "5", "str"]),
         ({"data": {"tokenizer": "sentencepiece"}}, ["config.data.tokenizer", "sentencepiece", "word_bpe"]),
         ({"model": {"vocab_size": 7, "norm": "mid"}}, ["config.model.norm", "mid", "post", "pre"]),
@@ -205,6 +207,9 @@ REFUSED = [
     (Train, {"steps": 5, "label_smoothing": 1.0}, ["train.label_smoothing", "1.0"]),
     (Train, {"steps": 5, "label_smoothing": -0.1}, ["train.label_smoothing", "-0.1"]),
     *((Decode, {name: 0}, [f"decode.{name}", "0"]) for name in ("beams", "max_new_tokens", "tokens_per_batch")),
+    *((Decode, {n: (4, -1)}, [f"decode.{n}", "(4, -1)"]) for n in ("eos_ids", "forced_ids", "suppressed_ids")),
+    (Decode, {"forced_ids": (4, 5), "max_new_tokens": 1}, ["decode.forced_ids", "2", "decode.max_new_tokens", "1"]),
+    (Decode, {"forced_ids": (4, 5), "suppressed_ids": (3, 5)}, ["decode.forced_ids", "decode.suppressed_ids", "[5]"]),
     *((Dropout, {f.name: 1.0}, [f"dropout.{f.name}", "1.0"]) for f in dataclasses.fields(Dropout)),
     (Dropout, {"residual": -0.1}, ["dropout.residual", "-0.1"]),
     (Dropout, {"residual": float("nan")}, ["dropout.residual", "nan"]),

@@ -1,5 +1,6 @@
 """The command line: as many lines out as in, scores as JSON, and errors in one line."""
 
+import functools
 import json
 import os
 import re
@@ -14,9 +15,10 @@ import pytest
 
 import tfm_jax
 from tests.decode.test_text import KNOWN, language_model
+from tests.hf.test_text import directory_of, random_params, settle, small
 from tests.train.killed_run import TRAIN, VALIDATION, tiny_run
 from tfm_jax import __main__ as command_line
-from tfm_jax import equivalence
+from tfm_jax import equivalence, hf
 from tfm_jax.config import Data, Decode, Run, Train
 from tfm_jax.data.batches import make_batches, make_tokenizer
 from tfm_jax.data.sources import read_split
@@ -304,6 +306,134 @@ def test_all_implementations_are_equal(tmp_path):
     kept = json.loads((ROOT / "experiments" / "results" / "equivalence.json").read_text())
     found = json.loads((tmp_path / "rows.json").read_text())
     assert [row | {"error": 0} for row in found] == [row | {"error": 0} for row in kept]
+
+
+# --- directories of Hugging Face ---
+
+TEXTS = ["a sun", "the rain", "", "in a"]
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """kind -> directory of a small model, which is only read."""
+    folder = tmp_path_factory.mktemp("theirs")
+    return functools.cache(lambda kind: directory_of(kind, folder / kind, max_new_tokens=7))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_generate_from_a_directory(theirs, call, kind):
+    """As greedy search over the ids does, which begin as the file says."""
+    directory = theirs(kind)
+    model, params, tokenizer = hf.load(directory)
+    code, out = call("generate", "--run", directory, "--prompt", "the rain")
+    ((output,),) = complete(model, params, tokenizer, ["the rain"], decode=Decode(max_new_tokens=7, eos_ids=(1,)))
+    assert code == 0 and out.decode() == output.text + "\n" and output.text
+    code, out = call("generate", "--run", directory, "--prompt", "the rain", "--max-new-tokens", 3)
+    assert code == 0 and output.text.startswith(out.decode()[:-1])
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart", "marian"])
+def test_translate_from_a_directory(theirs, call, tmp_path, kind):
+    """Greedily, and with the beams that its generation_config.json or the flag asks for."""
+    loaded, stdin = hf.load(theirs(kind)), "".join(f"{line}\n" for line in TEXTS).encode()
+    code, greedy = call("translate", "--run", theirs(kind), stdin=stdin)
+    decode = hf.read_generation(theirs(kind))
+    assert decode.beams == 1 and decode.max_new_tokens == 7
+    expected = [row[0].text for row in translate(*loaded, TEXTS, decode=decode)]
+    assert code == 0 and greedy.decode() == "".join(f"{text}\n" for text in expected)
+    if kind == "t5":
+        copy = shutil.copytree(theirs(kind), tmp_path / "copy")
+        settle(copy, num_beams=3, num_return_sequences=2)
+        code, both = call("translate", "--run", copy, stdin=stdin)
+        beams = ["translate", "--run", theirs(kind), "--beams", 3, "--nbest", 2]
+        assert (code, both) == call(*beams, stdin=stdin) and both.count(b"\n") == 2 * len(TEXTS)
+
+
+def test_evaluate_a_directory(theirs, call, tmp_path):
+    """Its own outputs are what it should write."""
+    texts = [text for text in TEXTS if text]
+    found = translate(*hf.load(theirs("marian")), texts, decode=hf.read_generation(theirs("marian")))
+    (tmp_path / "in").write_text("".join(f"{text}\n" for text in texts))
+    (tmp_path / "out").write_text("".join(f"{row[0].text}\n" for row in found))
+    arguments = ("--run", theirs("marian"), "--source", tmp_path / "in", "--target", tmp_path / "out")
+    code, out = call("evaluate", *arguments)
+    assert code == 0 and json.loads(out)["exact_match"] == 1.0 and json.loads(out)["examples"] == len(texts)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bart"])
+def test_convert_a_directory(theirs, call, tmp_path, kind):
+    """Every file says the same, and so does the model."""
+    source = shutil.copytree(theirs(kind), tmp_path / "source")
+    settle(source, do_sample=True, temperature=0.6, num_beam_groups=2)
+    assert call("convert", "--source", source, "--target", tmp_path / "new")[0] == 0
+    values = {path: hf.generation_values(path) for path in (source, tmp_path / "new")}
+    assert values[source].items() <= values[tmp_path / "new"].items()
+    left, right = (hf.load(path) for path in (source, tmp_path / "new"))
+    assert left[0] == right[0] and left[2].template == right[2].template
+    jax.tree.map(lambda x, y: (x == y).all() or pytest.fail("other numbers"), left[1], right[1])
+
+
+def test_convert_an_old_directory(theirs, call, tmp_path):
+    """What config.json said about generation stands in generation_config.json."""
+    source = shutil.copytree(theirs("bart"), tmp_path / "source")
+    (source / "generation_config.json").unlink()
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"num_beams": 3, "max_length": 9}))
+    decode = hf.read_generation(source)
+    assert call("convert", "--source", source, "--target", tmp_path / "new")[0] == 0
+    assert hf.read_generation(tmp_path / "new") == decode and decode.beams == 3
+
+
+@pytest.mark.parametrize("kind", ["encoder-decoder", "decoder"])
+def test_convert_a_run(call, tmp_path, kind):
+    """The directory writes what the run does."""
+    tokenizer = Tokenizer.train(TEXTS, kind="characters", vocab_size=53)
+    model = small(kind, tokenizer.vocab_size)
+    decode = Decode(beams=3, max_new_tokens=7, length_penalty=0.5)
+    run = Run(model.config, Train(steps=1), str(tmp_path / "run"), Data(max_length=29), decode=decode)
+    save_params(open_run(run, tokenizer) / PARAMETERS, random_params(model))
+    assert call("convert", "--source", tmp_path / "run", "--target", tmp_path / "new")[0] == 0
+    for use in (["translate"], ["generate", "--prompt", "the"]):
+        if (use[0] == "translate") == (kind == "encoder-decoder"):
+            left, right = (call(*use, "--run", tmp_path / name, stdin=b"the rain\n") for name in ("run", "new"))
+            assert left == right and left[0] == 0 and len(left[1]) > 2
+
+
+def test_convert_says_what_it_leaves_out(call, tmp_path):
+    tokenizer = Tokenizer.train(TEXTS, kind="characters", vocab_size=53)
+    model = small("encoder-decoder", tokenizer.vocab_size)
+    decode = Decode(max_new_tokens=7, normalization="gnmt")
+    run = Run(model.config, Train(steps=1), str(tmp_path / "run"), Data(max_length=29), decode=decode)
+    save_params(open_run(run, tokenizer) / PARAMETERS, random_params(model))
+    noted = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command_line, "_note", noted.append)
+        assert call("convert", "--source", tmp_path / "run", "--target", tmp_path / "new")[0] == 0
+    assert "decode.normalization is 'gnmt'" in noted[0] and str(tmp_path / "new") in noted[1]
+    assert hf.generation_values(tmp_path / "new").keys() == {"decoder_start_token_id", "eos_token_id", "pad_token_id"}
+
+
+def test_what_is_no_model_is_said_in_a_line(theirs, call, tmp_path):
+    bare = shutil.copytree(theirs("gpt2"), tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"name": "x"}')
+    refused = directory_of("bart", tmp_path / "refused", num_beam_groups=2)
+    for arguments, said in [
+        (["generate", "--run", tmp_path / "none", "--prompt", "a"], "holds no run, nor a model of Hugging Face"),
+        (["generate", "--run", other, "--prompt", "a"], "model.family is missing (and model_type"),
+        (["generate", "--run", bare, "--prompt", "a"], "tokenizer.json does not exist: AutoTokenizer"),
+        (["translate", "--run", refused], "num_beam_groups is 2, which is not supported"),
+        (["translate", "--run", theirs("gpt2")], "'gpt' model does not translate"),
+        (["convert", "--source", tmp_path / "none", "--target", tmp_path / "x"], "holds no run"),
+        (["convert", "--source", bare, "--target", bare / "../bare"], "source and target are both"),
+        (["convert", "--source", theirs("gpt2"), "--target", theirs("bart")], "already holds a model"),
+        (["convert", "--source", theirs("gpt2"), "--target", other], "already holds a model"),
+    ]:
+        code, out = call(*arguments, stdin=b"a\n")
+        assert code.startswith("error: ") and said in code and "\n" not in code and out == b"", arguments
+    assert not (tmp_path / "x").exists()
 
 
 # --- data ---

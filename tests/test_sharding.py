@@ -10,6 +10,7 @@ from tfm_jax import config
 from tfm_jax.sharding import (
     ACTIVATION_AXES,
     PARAMETER_AXES,
+    abstract_mesh,
     batch_sharding,
     constrain,
     make_mesh,
@@ -101,3 +102,16 @@ def test_constrain_lays_an_activation_out():
         placed = jax.jit(lambda x: constrain(2 * x, "batch", None, "heads"))(jnp.ones((4, 3, 6)))
     assert {shard.data.shape for shard in placed.addressable_shards} == {(1, 3, 3)}
     np.testing.assert_array_equal(placed, 2 * np.ones((4, 3, 6)))
+
+
+def test_an_abstract_mesh_lays_out_as_one_of_devices_does():
+    axes, shapes = {"up": ("embed", "mlp")}, {"up": shape(6, 10)}
+    (abstract,), (real,) = (
+        parameter_shardings(axes, mesh, shapes).values() for mesh in (abstract_mesh(MESH), make_mesh(MESH))
+    )
+    assert abstract.spec == real.spec and abstract.shard_shape((6, 10)) == real.shard_shape((6, 10)) == (3, 5)
+    # more than there are
+    many = parameter_shardings(axes, abstract_mesh(config.Mesh(data=100, fsdp=3, model=5)), shapes)
+    assert many["up"].shard_shape((6, 10)) == (2, 2)
+    with pytest.raises(ValueError, match=r"up.*axis embed of size 6.*mesh axis fsdp of 4"):
+        parameter_shardings(axes, abstract_mesh(config.Mesh(fsdp=4)), shapes)

@@ -32,7 +32,7 @@ _HOME = {
     "transformer_tiny": "tfm_jax.models.transformer",
     "translate": "tfm_jax.decode.text",
 }
-_ROOMS = ("config", "data", "decode", "equivalence", "hf", "models", "nn", "ops", "sharding", "train")
+_ROOMS = ("config", "data", "decode", "equivalence", "hf", "models", "nn", "ops", "plan", "sharding", "train")
 __all__ = [*_HOME, *_ROOMS]
 
 

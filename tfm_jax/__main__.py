@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from tfm_jax import hf
-from tfm_jax.config import Decode
+from tfm_jax.config import Decode, Mesh
 from tfm_jax.data.batches import make_batches, make_tokenizer
 from tfm_jax.data.look import describe, look_at_splits, measure_rate, shape_uses, show_batches, side_names
 from tfm_jax.data.sources import read_parallel, read_splits, split_lines
@@ -19,20 +19,25 @@ from tfm_jax.decode.text import BLANK, one_line
 from tfm_jax.decode.text import stream as stream_text
 from tfm_jax.decode.text import translate as translate_lines
 from tfm_jax.equivalence import compact, mismatches, save, table
+from tfm_jax.plan import cache_bytes, find_model, parameter_layout, unit
 from tfm_jax.train.checkpoint import DamagedCheckpoint
 from tfm_jax.train.evaluate import evaluate_translation
 from tfm_jax.train.report import LineCounter, plot_data
-from tfm_jax.train.run import TOKENIZER, decode_settings, load, read_config, read_config_file
+from tfm_jax.train.run import TOKENIZER, decode_settings, is_hf, load, read_config, read_config_file
+
+ONE_DEVICE = Mesh()
 
 
 def translate(run: str, beams: int | None = None, nbest: int | None = None, *, scores: bool = False) -> None:
     """Translate stdin to stdout: n lines in, n lines out, in order, blank lines blank.
 
+    A Hugging Face directory says in generation_config.json how it translates, else greedily; sampling is not taken.
+
     Args:
         run: Directory of the run that trained the model, or of a Hugging Face model.
-        beams: Hypotheses kept at each step, 1 is greedy search. None: as the run's configuration says.
+        beams: Hypotheses kept at each step, 1 is greedy search. None: as the directory says.
         nbest: So many lines for each line, the best translation first, empty where there are not so many. None: as the
-            run's configuration says.
+            directory says.
         scores: Put the score of a translation and a tab before it: log p / penalty ** length_penalty.
     """
     decode = _decode(run, beams=beams, nbest=nbest)
@@ -58,13 +63,17 @@ def generate(
 ) -> None:
     """Continue a text: what a decoder-only model writes after the prompt goes to stdout as it is written.
 
+    Each token is the likeliest, unless the flags below ask for draws. Of generation_config.json in a Hugging Face
+    directory the limits, ends and penalties are taken, but neither do_sample, temperature, top_k and top_p, as what is
+    drawn could not be the same, nor num_beams, as beams cannot be written as they go.
+
     Args:
         run: Directory of the run that trained the model, or of a Hugging Face model.
         prompt: The text to continue.
         sampling: How a token is drawn.
-        max_new_tokens: Longest text, its end included. None: as the run's configuration says. Unit: tokens.
-        repetition_penalty: Above 1, tokens that occurred already are less likely. None: as the configuration says.
-        no_repeat_ngram: No sequence of so many tokens occurs twice. None: as the configuration says. Unit: tokens.
+        max_new_tokens: Longest text, its end included. None: as the directory says. Unit: tokens.
+        repetition_penalty: Above 1, tokens that occurred already are less likely. None: as the directory says.
+        no_repeat_ngram: No sequence of so many tokens occurs twice. None: as the directory says. Unit: tokens.
     """
     if sampling.temperature == 0 and replace(sampling, seed=0) != GREEDY:
         raise ValueError("top-k, top-p and min-p say what may be drawn, but at temperature 0 nothing is: raise it")
@@ -83,7 +92,7 @@ def evaluate(run: str, source: str, target: str, beams: int | None = None) -> No
         run: Directory of the run that trained the model, or of a Hugging Face model.
         source: File with one sentence a line, plain or .gz.
         target: File with the translation of each line.
-        beams: Hypotheses kept at each step, 1 is greedy search. None: as the run's configuration says.
+        beams: Hypotheses kept at each step, 1 is greedy search. None: as the directory says.
     """
     decode, text = _decode(run, beams=beams), read_parallel(source, target)
     model, params, tokenizer = load(run)
@@ -134,13 +143,53 @@ def data(config: str, batches: int = 2, rows: int = 3, seconds: float = 2.0, png
 def convert(source: str, target: str, model_type: str | None = None) -> None:
     """Write a run, or a Hugging Face directory, as a Hugging Face directory that transformers reads.
 
+    generation_config.json says there how the run decodes, or what the other directory says.
+
     Args:
         source: Directory of the run or of the model.
         target: Directory to write; it must not hold a model yet.
         model_type: What config.json calls the model (bert, gpt2, llama, t5, ...). None: what fits.
     """
-    hf.save(target, *load(source), model_type=model_type)
+    if Path(source).resolve() == Path(target).resolve():
+        raise ValueError(f"source and target are both {source}: give another directory to write to")
+    if (Path(target) / "config.json").exists():
+        raise ValueError(f"{target} already holds a model (config.json): give another directory to write to")
+    loaded = load(source)
+    hf.save(target, *loaded, model_type=model_type)
+    kind = loaded[0].config.kind
+    if kind != "encoder":
+        try:
+            theirs = is_hf(source)
+            how = hf.generation_values(source) if theirs else hf.write_generation(decode_settings(source), kind)
+            hf.save_generation(target, how)
+        except ValueError as error:
+            _note(f"generation_config.json does not say how to decode: {error}")
     _note(f"written to {target}")
+
+
+def plan(
+    source: tyro.conf.Positional[str],
+    mesh: Mesh = ONE_DEVICE,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    batch: int | None = None,
+    length: int | None = None,
+) -> None:
+    """Show how a model would lie over a mesh: each parameter, and what each device holds. No device need be there.
+
+    Args:
+        source: Directory of a run, of a Hugging Face model (its config.json is enough), or a preset such as llama2_7b.
+        mesh: Devices by axis.
+        dtype: Of the parameters and of the cache.
+        batch: Rows of a cache to count besides, with length. None: none is counted.
+        length: Columns of that cache. Unit: tokens.
+    """
+    if (batch is None) != (length is None):
+        raise ValueError(f"batch, length are {batch}, {length}: a cache has both, give the other too")
+    model = find_model(source)
+    print(parameter_layout(model, mesh, dtype=dtype).table())
+    if batch is not None:
+        held = cache_bytes(model, mesh, batch=batch, length=length, dtype=dtype)
+        print(f"the cache of {batch} rows of {length:,} tokens: {unit(held)} on each device")
 
 
 def equivalence(json: str | None = None, full: bool = True, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
@@ -177,6 +226,7 @@ COMMANDS = {
     "evaluate": evaluate,
     "data": data,
     "equivalence": equivalence,
+    "plan": plan,
     "convert": convert,
 }
 

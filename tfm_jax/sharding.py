@@ -1,10 +1,11 @@
 """Where arrays live: the mesh, one rules table for parameters and one for activations."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from tfm_jax import config
 
@@ -17,14 +18,24 @@ def make_mesh(mesh: config.Mesh) -> jax.sharding.Mesh:
 
     Raises `ValueError` when there are fewer devices than the axes need.
     """
-    sizes = {"data": mesh.data, "fsdp": mesh.fsdp, "model": mesh.model}
-    needed, devices = mesh.data * mesh.fsdp * mesh.model, jax.devices()
+    sizes, devices = _sizes(mesh), jax.devices()
+    needed = math.prod(sizes.values())
     if needed > len(devices):
         axes = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise ValueError(f"the mesh {axes} needs {needed} devices, there are {len(devices)} ({devices[0].platform})")
     return jax.make_mesh(
         tuple(sizes.values()), tuple(sizes), devices=devices[:needed], axis_types=(AxisType.Auto,) * len(sizes)
     )
+
+
+def abstract_mesh(mesh: config.Mesh) -> AbstractMesh:
+    """The mesh of `make_mesh` without its devices, of which there need be none: for layouts, not for arrays."""
+    sizes = _sizes(mesh)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _sizes(mesh: config.Mesh) -> dict[str, int]:
+    return {"data": mesh.data, "fsdp": mesh.fsdp, "model": mesh.model}
 
 
 def partition_spec(axes: tuple[str | None, ...], rules: Mapping[str, Any]) -> PartitionSpec:
@@ -39,7 +50,7 @@ def partition_spec(axes: tuple[str | None, ...], rules: Mapping[str, Any]) -> Pa
     return PartitionSpec(*names)
 
 
-def parameter_shardings(axes: Any, mesh: jax.sharding.Mesh, shapes: Any) -> Any:
+def parameter_shardings(axes: Any, mesh: jax.sharding.Mesh | AbstractMesh, shapes: Any) -> Any:
     """A tree of shardings for a tree of logical axis names (`model.axes`) and of shapes.
 
     Raises `ValueError` naming the parameter whose size the mesh does not divide.

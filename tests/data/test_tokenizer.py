@@ -361,3 +361,120 @@ def test_ids_that_no_entry_has_are_unknown(tmp_path):
 def test_segments_need_words(byte_level):
     with pytest.raises(ValueError, match="kind 'word_bpe' is expected"):
         byte_level.segment(["the"])
+
+
+# --- as transformers reads and writes ---
+
+
+def template(tokenizer, folder, **configs):
+    return Tokenizer.load(saved(tokenizer, folder, **configs), as_transformers=True).template
+
+
+def test_the_template_is_what_the_post_processor_adds(tmp_path):
+    """B33: what stands before and after "the"; the second route is the library itself."""
+    tokenizer = bert()
+    assert template(tokenizer, tmp_path) == ((2,), (3,))
+    byte_level, pieces = processors.ByteLevel(), ("[MASK] $A [CLS] [SEP]", [("[MASK]", 4), ("[CLS]", 2), ("[SEP]", 3)])
+    for post_processor, expected in [
+        (processors.RobertaProcessing(("[SEP]", 3), ("[MASK]", 4)), ((4,), (3,))),
+        (processors.TemplateProcessing(single=pieces[0], special_tokens=pieces[1]), ((4,), (2, 3))),
+        (processors.TemplateProcessing(single="$A", special_tokens=[]), ((), ())),
+        (byte_level, ((), ())),
+        (processors.Sequence([byte_level, processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))]), ((2,), (3,))),
+        (
+            processors.Sequence(
+                [
+                    processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2)),
+                    processors.TemplateProcessing("[MASK] $A", None, pieces[1]),
+                ]
+            ),
+            ((4, 2), (3,)),
+        ),
+    ]:
+        tokenizer.post_processor = post_processor
+        assert template(tokenizer, tmp_path) == expected
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        assert tokenizer.encode("the").ids == [*expected[0], 5, *expected[1]]
+        assert Tokenizer.load(tmp_path).template is None
+    assert template(gpt2(), tmp_path) == ((), ())
+    twice = processors.TemplateProcessing(single="$A [SEP] $A", special_tokens=pieces[1])
+    tokenizer.post_processor = twice
+    with pytest.raises(ValueError, match="tokenizer.json: its post_processor does not put the text once"):
+        template(tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ({"add_bos_token": True}, ((2,), ())),
+        ({"add_eos_token": True}, ((), (3,))),
+        ({"add_bos_token": True, "add_eos_token": True}, ((2,), (3,))),
+        ({"add_bos_token": False}, ((), ())),
+        ({"add_bos_token": True, "bos_token": None}, ((), ())),
+    ],
+)
+def test_flags_beside_it_replace_the_template(tmp_path, flags, expected):
+    """As transformers 5 does for every tokenizer."""
+    config = {"bos_token": {"content": "[CLS]"}, "eos_token": "[SEP]", "pad_token": "[PAD]"} | flags
+    assert template(bert(), tmp_path, tokenizer_config=config) == expected
+
+
+def test_special_tokens_that_a_text_spells(tmp_path):
+    """They are read as such, and none is shown; what only tokenizer_config.json names is special too."""
+    names = {"bos_token": "[CLS]", "additional_special_tokens": ["the", {"content": "cat"}], "eos_token": "[SEP]"}
+    tokenizer = Tokenizer.load(saved(bert(), tmp_path, tokenizer_config=names), as_transformers=True)
+    assert tokenizer.encode(["the [CLS] cats"]) == [[5, 2, 6, 1]]
+    assert tokenizer.special_ids == {0, 1, 2, 3, 4, 5, 6}
+    assert tokenizer.decode([[2, 5, 8, 6, 4, 3, 99]]) == [","]
+    split = Tokenizer.load(
+        saved(bert(), tmp_path, tokenizer_config=names | {"split_special_tokens": True}), as_transformers=True
+    )
+    assert split.encode(["the [CLS] cats"]) == [[5, 9, 1, 10, 6, 7]]
+    extra = {"bos_token": "[CLS]", "eos_token": "[SEP]", "extra_special_tokens": {"image_token": "the"}}
+    assert 5 in Tokenizer.load(saved(bert(), tmp_path, tokenizer_config=extra), as_transformers=True).special_ids
+
+
+def test_spaces_are_cleaned_up_where_the_file_says_so(tmp_path):
+    """But not those of BPE, which knows its spaces."""
+    names = ["</s>", *"a . ? ! , ' n't 'm 's 've 're".split()]
+    words = tokenizers.Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="</s>"))
+    ids = [1, 2, 3, 4, 5, 1, 6, 1, 7, 8, 9, 10, 11]
+    for clean, expected in [(True, "a.?!, a'a n't'm's've're"), (False, "a . ? ! , a ' a n't 'm 's 've 're")]:
+        config = {"eos_token": "</s>", "clean_up_tokenization_spaces": clean}
+        found = Tokenizer.load(saved(words, tmp_path, tokenizer_config=config), as_transformers=True)
+        assert found.decode([ids]) == [expected.replace("a n't", "an't" if clean else "a n't")]
+    config = {"clean_up_tokenization_spaces": True}
+    pairs = Tokenizer.load(saved(gpt2(), tmp_path, tokenizer_config=config), as_transformers=True)
+    assert pairs.decode(pairs.encode(["a , b ."])) == ["a , b ."]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_vocabulary_of_ours_with_a_template(kind, tmp_path):
+    """Saved, and read by the library alone: the same ids, with the template around them, and text stays text."""
+    tokenizer = Tokenizer.train(LINES, kind=kind, vocab_size=331, mask=True, sentinels=2)
+    framed = tokenizer.with_template((1,), (2, 4), {"padding_side": "left"})
+    assert framed.template == ((1,), (2, 4)) and tokenizer.template is None
+    # there a model of pieces takes what spells a special token for its entry
+    lines = LINES[:3] if kind == "unigram" else [*LINES[:3], "a <mask> b", "<s>"]
+    assert framed.encode(lines) == tokenizer.encode(lines)
+    expected = [[1, *ids, 2, 4] for ids in tokenizer.encode(lines)]
+    assert framed.encode_sources(lines) == expected
+    assert framed.encode_prompts(lines) == [ids[:-2] for ids in expected]
+    assert tokenizer.encode_sources(lines) == [ids[1:-1] for ids in expected]
+    assert tokenizer.encode_prompts(["", *lines]) == [[1], *(ids[:-2] for ids in expected)]
+    framed.save(tmp_path / "tokenizer.json")
+    file = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert [file.encode(line).ids for line in LINES[:3]] == expected[:3]
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings["padding_side"] == "left" and settings["split_special_tokens"] is True
+    again = Tokenizer.load(tmp_path, as_transformers=True)
+    assert again.template == framed.template and again.encode(lines) == tokenizer.encode(lines)
+    assert public(Tokenizer.load(tmp_path)) == public(tokenizer)
+
+
+def test_roles_by_id(tmp_path):
+    folder = saved(bert(), tmp_path)
+    assert roles(Tokenizer.load(folder, specials={"bos": 3, "pad": "[CLS]"})) == (2, 3, 3, 1, 4)
+    with pytest.raises(ValueError, match="the bos token is None, which the vocabulary lacks"):
+        Tokenizer.load(folder, specials={"bos": 99})

@@ -248,14 +248,20 @@ def test_a_short_first_try_changes_no_result(tiny, whole, searches, monkeypatch)
 
 
 def test_the_first_try_has_less_room_only_where_that_is_exact(tiny, monkeypatch):
-    """Without early stopping the limit itself decides when a search is done; no end before min_new_tokens."""
+    """Without early stopping of beams the limit itself decides when a search is done; no end before min_new_tokens."""
     monkeypatch.setattr(text, "generate", all_ended)
     long, params, tokenizer = build(replace(CONFIG, max_length=99)), *tiny[1:]
-    for early_stopping, least, expected in [(True, 0, 2 * 8 + 8), (True, 7, 2 * 8 + 8 + 7), (False, 0, 99)]:
+    greedy = {"beams": 1, "nbest": 1, "early_stopping": False}
+    for changes, expected in [
+        ({"early_stopping": True}, 2 * 8 + 8),
+        ({"min_new_tokens": 7}, 2 * 8 + 8 + 7),
+        ({"forced_ids": (5, 6)}, 2 * 8 + 8 + 2),
+        ({"early_stopping": False}, 99),
+        (greedy, 2 * 8 + 8),
+    ]:
         with monkeypatch.context() as patch:
             shapes = counted(patch)
-            decode = replace(DECODE, max_new_tokens=99, early_stopping=early_stopping, min_new_tokens=least)
-            translate(long, params, tokenizer, ["abc"], decode=decode)
+            translate(long, params, tokenizer, ["abc"], decode=replace(DECODE, max_new_tokens=99, **changes))
         assert {limit for _, _, limit, _ in shapes} == {expected}
 
 
@@ -365,6 +371,67 @@ def test_constraints_are_kept(tiny):
     for hypotheses in translate(*tiny, SHORT, decode=decode):
         for hypothesis in hypotheses:
             assert len(hypothesis.ids) > 5 and len(set(hypothesis.ids)) == len(hypothesis.ids)
+
+
+def test_forced_tokens_cost_nothing_and_count_for_the_length(tiny):
+    """Second route: the same tokens as a prefix, which the model reads as it does what it has written itself."""
+    ids = tuple(tiny[2].encode(["ca"])[0])
+    decode = replace(DECODE, max_new_tokens=9, length_penalty=0.0)
+    more = replace(decode, max_new_tokens=9 + len(ids), forced_ids=ids)
+    forced = translate(*tiny, SHORT, decode=more)
+    begun = translate(*tiny, SHORT, decode=decode, prefixes=["ca"] * len(SHORT))
+    assert_same(forced, begun)
+    assert all(output.ids[: len(ids)] == ids and output.text.startswith("ca") for row in forced for output in row)
+    log_p = {(i, output.ids): output.score for i, row in enumerate(forced) for output in row}
+    found = translate(*tiny, SHORT, decode=replace(more, length_penalty=1.0))
+    both = [(i, o) for i, row in enumerate(found) for o in row if (i, o.ids) in log_p]
+    assert len(both) > len(SHORT)
+    np.testing.assert_allclose([o.score * len(o.ids) for _, o in both], [log_p[i, o.ids] for i, o in both], rtol=1e-4)
+
+
+def test_forced_tokens_come_before_a_prefix(tiny):
+    """B32: what has a prefix has read them, what has none writes them, in whatever batch."""
+    decode, prefixes = replace(DECODE, max_new_tokens=9), ["", "a", "", "bb", "a", "", "x", ""]
+    forced = replace(decode, forced_ids=tuple(tiny[2].encode(["c"])[0]))
+    found = translate(*tiny, SHORT, decode=forced, prefixes=prefixes)
+    begun = [i for i, prefix in enumerate(prefixes) if prefix]
+    longer = translate(*tiny, [SHORT[i] for i in begun], decode=decode, prefixes=[f"c {prefixes[i]}" for i in begun])
+    assert_same([found[i] for i in begun], longer)
+    alone = translate(*tiny, SHORT, decode=forced)
+    assert_same([row for i, row in enumerate(found) if i not in begun], [alone[i] for i in (0, 2, 5, 7)])
+
+
+def test_suppressed_tokens_are_never_written(tiny, whole):
+    """And nothing else changes: what was best without them stays so."""
+    frequent = np.bincount([i for row in whole for output in row for i in output.ids]).argsort()[::-1].tolist()
+    banned = tuple([i for i in frequent if i != tiny[2].eos_id][:3])
+    found = translate(*tiny, SHORT, decode=replace(DECODE, suppressed_ids=banned))
+    assert all(set(banned).isdisjoint(output.ids) for row in found for output in row)
+    assert any(not set(banned).isdisjoint(output.ids) for row in whole for output in row)
+
+
+def test_an_output_ends_at_the_first_of_its_ends(tiny):
+    """Greedily: the output without that end, cut after it. Its text is shown."""
+    decode = replace(DECODE, beams=1, nbest=1)
+    free = [row[0].ids for row in translate(*tiny, SHORT, decode=decode)]
+    end = max(set(sum(free, ())) - {tiny[2].eos_id}, key=sum(free, ()).count)
+    found = translate(*tiny, SHORT, decode=replace(decode, eos_ids=(tiny[2].eos_id, end)))
+    expected = [ids[: ids.index(end) + 1] if end in ids else ids for ids in free]
+    assert [row[0].ids for row in found] == expected != free
+    assert all(row[0].ended for row, ids in zip(found, expected, strict=True) if end in ids)
+    assert all(row[0].text == tiny[2].decode([list(row[0].ids)])[0] for row in found)
+
+
+def test_a_language_model_keeps_them_too():
+    model, params, tokenizer = language_model(260)
+    (x,) = tokenizer.encode(["x"])
+    decode = replace(
+        WRITE, max_new_tokens=11, forced_ids=(x[-1],), suppressed_ids=(x[0],), eos_ids=(tokenizer.eos_id, 7)
+    )
+    ((output,),) = complete(model, params, tokenizer, ["the"], decode=decode)
+    assert output.ids[0] == x[-1] and x[0] not in output.ids and output.text.startswith("x")
+    assert output.ended == (output.ids[-1] in decode.eos_ids)
+    assert "".join(stream(model, params, tokenizer, "the", decode=decode)) == output.text
 
 
 @pytest.mark.parametrize(

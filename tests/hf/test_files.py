@@ -1,5 +1,6 @@
 """Directories of safetensors: bit-equal both ways, read lazily, written whole or not at all, errors by name (B60)."""
 
+import functools
 import json
 import os
 import resource
@@ -16,7 +17,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from tfm_jax.hf import files
-from tfm_jax.hf.files import open_tensors, save_tensors
+from tfm_jax.hf.files import Deferred, appearing, open_tensors, save_tensors
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BFLOAT16, np.dtype(np.float64)]
@@ -154,6 +155,71 @@ def test_saving_holds_a_shard_and_one_tensor(tmp_path):
     save_tensors(tmp_path, items(), shard_bytes=300)
     assert len(list(tmp_path.glob("*.safetensors"))) == 6
     assert max(alive) == 4  # three make a shard
+
+
+def test_deferred_arrays_are_made_one_at_a_time(tmp_path):
+    """In the order in which they are written, however many make a shard."""
+    taken, alive = [], []
+
+    def make(i):
+        alive.append(sum(ref() is not None for ref in taken))
+        array = np.full((5, 5), i, np.float32)
+        taken.append(weakref.ref(array))
+        return array.T
+
+    items = [(f"x{i}", Deferred((5, 5), np.dtype(np.float32), functools.partial(make, i))) for i in range(17)]
+    save_tensors(tmp_path, items, shard_bytes=300)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 6 and alive == [0] * 17
+    with open_tensors(tmp_path) as tensors:
+        assert all((tensors[f"x{i}"] == np.full((5, 5), i)).all() for i in range(17))
+
+
+def test_a_deferred_array_of_another_shape_is_refused(tmp_path):
+    item = ("x", Deferred((5,), np.dtype(np.float32), lambda: np.ones(4, np.float32)))
+    with pytest.raises(ValueError, match=r"'x' is \(4,\): \(5,\) was told before"):
+        save_tensors(tmp_path, [("y", np.ones(3, np.float32)), item])
+    assert os.listdir(tmp_path) == []
+
+
+def test_every_tensor_begins_where_its_size_divides(tmp_path):
+    """As the library's own files, so that a reader may map them."""
+    arrays = {"a": np.ones(3, np.float16), "b": np.ones(5), "c": np.ones(7, BFLOAT16), "d": np.ones((), np.float32)}
+    save_tensors(tmp_path, arrays.items())
+    data = (tmp_path / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert length % 8 == 0 and header.pop("__metadata__") == {"format": "pt"}
+    for name, array in arrays.items():
+        start, end = header[name]["data_offsets"]
+        assert start % array.itemsize == 0 and data[8 + length + start : 8 + length + end] == array.tobytes()
+
+
+def test_files_appear_together_and_a_model_last(tmp_path, monkeypatch):
+    replace, order = os.replace, []
+    monkeypatch.setattr(
+        files.os, "replace", lambda source, target: (order.append(target.name), replace(source, target))
+    )
+    with appearing(tmp_path / "new", "*.json") as folder:
+        for name in ("model.safetensors.index.json", "z.json", "model-00001-of-00001.safetensors", "a.txt"):
+            (folder / name).write_text(name)
+        assert [file.name.startswith(".partial-") for file in (tmp_path / "new").iterdir()] == [True]
+    assert order == ["a.txt", "z.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+    assert sorted(os.listdir(tmp_path / "new")) == sorted(order)
+    with pytest.raises(
+        FileExistsError, match="already holds model-00001-of-00001.safetensors, model.safetensors.index"
+    ):
+        with appearing(tmp_path / "new"):
+            pytest.fail("the block was entered")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "z.json").touch()
+    with pytest.raises(FileExistsError, match="already holds z.json"):
+        with appearing(tmp_path / "other", "*.json"):
+            pytest.fail("the block was entered")
+    with pytest.raises(FileExistsError, match="already holds z.json"):
+        with appearing(tmp_path / "other") as folder:
+            (folder / "a.txt").touch()
+            (folder / "z.json").touch()
+    assert os.listdir(tmp_path / "other") == ["z.json"]
 
 
 def test_the_files_are_as_readable_as_any_other(tmp_path):

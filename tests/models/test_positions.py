@@ -318,6 +318,50 @@ def test_decoding_with_a_cache_is_the_full_forward_pass(kind):
             assert_close(found[row, sentence.target], expected(kind, sentence.pair).logits[0])
 
 
+# key position - query position, and the bucket that T5's own code gives: 32 buckets, of distances up to 128
+BOTH_SIDES = {0: 0, 1: 17, 7: 23, 8: 24, 11: 24, 12: 25, 16: 26, 23: 27, 32: 28, 46: 29, 64: 30, 91: 31, 128: 31}
+BOTH_SIDES |= {-distance: bucket - 16 for distance, bucket in BOTH_SIDES.items() if distance}
+CAUSAL = {0: 0, -15: 15, -16: 16, -22: 18, -31: 21, -45: 23, -64: 26, -90: 29, -127: 31, -130: 31}
+T5 = replace(PLAIN, positions="t5", max_length=131, num_heads=1, vocab_size=5)
+
+
+def test_t5_has_its_published_buckets_in_every_layer():
+    """B15: the encoder's on two sides, the decoder's on one, and none in cross-attention: without queries and keys, the
+    logarithm of a weight is the bias."""
+    model, params = prepared(T5)
+    queries = lambda path: any(name in jax.tree_util.keystr(path) for name in ("query", "key"))  # noqa: E731
+    params = jax.tree_util.tree_map_with_path(lambda path, x: 0 * x if queries(path) else x, params)
+    for stack in ("encoder", "decoder"):
+        params[stack] |= {"position_bias": {"table": jnp.arange(32, dtype=jnp.float32)[:, None] / 8}}
+    tokens = jnp.zeros((1, 131), jnp.int32)
+    for layer in range(L):
+        with jax.disable_jit():
+            weights = model.attention_weights(params, tokens, tokens, layer=layer)
+        for stack, buckets in (("encoder", BOTH_SIDES), ("decoder", CAUSAL)):
+            for distance, bucket in buckets.items():
+                query = 0 if distance > 0 else 130
+                row = weights[stack][0, 0, query]
+                np.testing.assert_allclose(8 * np.log(row[query + distance] / row[query]), bucket, atol=1e-3)
+        np.testing.assert_allclose(weights["cross"], 1 / 131, rtol=1e-5)
+
+
+def test_t5_decodes_beyond_its_largest_distance():
+    """I07, B15: 131 tokens of 32 buckets; a bias as if the query stood at position 0 would be that of no distance."""
+    model, params = prepared(T5)
+    source, tokens = (jnp.asarray(random_tokens(seed, length)[None] % 5) for seed, length in ((1, 7), (2, 131)))
+    full = jax.jit(model.apply)(params, source, tokens)
+    cache, found = model.init_cache(params, 1, 131, encoded=jax.jit(model.encode)(params, source)), []
+    for start, stop in ((0, 64), (64, 65), (65, 129), (129, 130), (130, 131)):
+        positions = jnp.arange(start, stop, dtype=jnp.int32)[None]
+        logits, cache = decode_step(model, params, tokens[:, start:stop], cache, positions)
+        found.append(logits)
+    assert_close(jnp.concatenate(found, axis=1), full)
+    moved = jax.tree.map(lambda x: x, params)
+    moved["decoder"]["position_bias"] = {"table": params["decoder"]["position_bias"]["table"].at[31].add(1.0)}
+    changed = np.abs(jax.jit(model.apply)(moved, source, tokens) - full).max(axis=(0, 2))
+    assert (changed[:113] == 0).all() and (changed[113:] > 0).all()
+
+
 @every_kind
 def test_too_long_an_input_is_refused(kind):
     """B17: by every kind of positions, on either side, while tracing; the limit itself is accepted."""

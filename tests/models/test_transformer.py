@@ -11,8 +11,10 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from tfm_jax import config
 from tfm_jax.models import build
 from tfm_jax.models.transformer import (
     Dropout,
@@ -21,6 +23,10 @@ from tfm_jax.models.transformer import (
     transformer_big,
     transformer_tiny,
 )
+from tfm_jax.sharding import make_mesh
+from tfm_jax.train.checkpoint import load_params, save_params
+from tfm_jax.train.losses import TextToText
+from tfm_jax.train.step import abstract_params, init_state, train_step
 
 V, D, N, H, E, F, MAX = 23, 14, 2, 7, 5, 17, 19
 NO_DROPOUT = Dropout(embedding=0.0, residual=0.0)
@@ -432,6 +438,33 @@ def test_tied_gradient_is_the_sum_of_its_parts_and_stays_tied():
     updated = jax.tree.map(lambda p, g: p - 0.01 * g, params, gradient)
     assert jax.tree.structure(updated) == jax.tree.structure(model.shapes)
     assert_close(apply(model, updated, source, tokens), Oracle(PLAIN, updated, source, tokens).logits, atol=2e-5)
+
+
+def test_a_tied_matrix_is_one_leaf_through_updates_shards_and_a_checkpoint(tmp_path):
+    """B54, I26: over four devices, with donated states (a buffer that stood twice in them would be refused)."""
+    # few parameters, for a program over devices takes long to compile
+    few = {"norm_kind": "rmsnorm", "attention_bias": False, "feed_forward_bias": False, "positions": "none"}
+    model, mesh = build(replace(PLAIN, vocab_size=24, d_ff=18, **few)), make_mesh(config.Mesh(fsdp=2, model=2))
+    source, tokens, targets = (random_tokens(seed, 4, length) for seed, length in ((1, 6), (2, 5), (3, 5)))
+    batch = {"source_tokens": source, "tokens": tokens, "targets": targets, "weights": jnp.ones(targets.shape)}
+    optimizer = config.Optimizer(schedule="constant", learning_rate=0.1, warmup_steps=0)
+    with jax.set_mesh(mesh):
+        state = init_state(jax.random.key(0), model=model, optimizer=optimizer, mesh=mesh)
+        before = np.asarray(state.params["embedding"]["table"])
+        for _ in range(2):
+            state, _ = train_step(state, batch, optimizer=optimizer, objective=TextToText(model))
+    one = {"embedding", "encoder", "decoder"}
+    for tree in (state.params, *(optax.tree.get(state.opt_state, name) for name in ("mu", "nu"))):
+        assert set(tree) == one and jax.tree.structure(tree) == jax.tree.structure(model.shapes)
+    table = state.params["embedding"]["table"]
+    assert {shard.data.shape for shard in table.addressable_shards} == {(12, 7)}
+    assert (np.abs(table - before).max(axis=-1) > 0.05).all()
+
+    save_params(tmp_path / "params", state.params)
+    loaded = load_params(tmp_path / "params", abstract_params(model, make_mesh(config.Mesh())))
+    assert set(loaded) == one
+    jax.tree.map(np.testing.assert_array_equal, loaded, state.params)
+    np.testing.assert_array_equal(model.output_layer(loaded)[0], table)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 import tfm_jax
+from tests.hf.test_text import random_params, small
 from tests.train.killed_run import MODEL, TRAIN, VALIDATION, tiny_run
+from tfm_jax import hf
 from tfm_jax.config import to_dict
 from tfm_jax.data.tokenizer import Tokenizer
 from tfm_jax.models import build
 from tfm_jax.train import loop
-from tfm_jax.train.run import check_run, load, open_run, read_config, write_result
+from tfm_jax.train.run import check_run, decode_settings, is_hf, load, open_run, read_config, write_result
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +87,24 @@ def test_a_run_without_a_vocabulary_has_nothing_saved_yet(copy):
         load(copy)
 
 
+def test_a_directory_of_hugging_face_is_told_from_a_run(copy, fitted, tmp_path):
+    """By model_type in its config.json; it says in its own files how it decodes, and how text is read."""
+    assert not is_hf(copy) and decode_settings(copy) == fitted.run.decode
+    assert load(copy)[2].template is None
+    model = small("encoder-decoder", fitted.tokenizer.vocab_size)
+    hf.save(tmp_path / "theirs", model, random_params(model), fitted.tokenizer)
+    hf.save_generation(tmp_path / "theirs", {"num_beams": 3, "max_length": 9})
+    assert is_hf(tmp_path / "theirs")
+    theirs = decode_settings(tmp_path / "theirs")
+    assert (theirs.beams, theirs.max_new_tokens, theirs.normalization) == (3, 8, "transformers")
+    again, params, tokenizer = load(tmp_path / "theirs")
+    assert again == model and tokenizer.template == ((), (tokenizer.eos_id,))
+    jax.tree.map(np.testing.assert_array_equal, params, random_params(model))
+
+
 def test_no_run_is_refused_by_its_path(tmp_path):
     for directory in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(ValueError, match="holds no run") as refusal:
+        with pytest.raises(ValueError, match="holds no run, nor a model of Hugging Face") as refusal:
             load(directory)
         assert str(directory) in str(refusal.value)
 
@@ -127,7 +144,8 @@ def test_an_unknown_field_is_refused_by_its_name(copy, part, said):
 def test_a_run_older_than_a_field_is_continued(copy):
     """The field has there the value it has by default, and any other is a difference."""
     run = read_config(copy)
-    edit(copy, lambda values: [values["decode"].pop(name) for name in ("nbest", "normalization")])
+    younger = ("nbest", "normalization", "eos_ids", "forced_ids", "suppressed_ids")
+    edit(copy, lambda values: [values["decode"].pop(name) for name in younger])
     check_run(replace(run, run_dir=str(copy)))
     with pytest.raises(ValueError, match="decode.normalization: 'gnmt', 'fairseq'"):
         check_run(replace(run, run_dir=str(copy), decode=replace(run.decode, normalization="gnmt")))

@@ -126,6 +126,12 @@ class Decode:
     positive, else multiplied (Keskar et al. 2019); 1 changes nothing."""
     no_repeat_ngram: int = 0
     """No sequence of so many tokens is written twice; 0: any may be. Unit: tokens."""
+    eos_ids: tuple[int, ...] = ()
+    """Ids of the tokens that end an output; none: the tokenizer's end of text."""
+    forced_ids: tuple[int, ...] = ()
+    """Ids that every output begins with. They count for its length, and in beam search their log p is 0."""
+    suppressed_ids: tuple[int, ...] = ()
+    """Ids that are never written."""
     tokens_per_batch: int = 4096
     """Budget of a decoding batch: beams x rows x padded length of what is read. Unit: tokens."""
     bleu_tokenizer: Literal["13a", "none", "intl", "char", "zh"] = "13a"
@@ -141,6 +147,13 @@ class Decode:
         for small, large in (("nbest", "beams"), ("min_new_tokens", "max_new_tokens")):
             one, other = getattr(self, small), getattr(self, large)
             require(one <= other, f"decode.{small} is {one}, more than decode.{large}, {other}: give at most as much")
+        for name in ("eos_ids", "forced_ids", "suppressed_ids"):
+            ids = getattr(self, name)
+            require(all(i >= 0 for i in ids), f"decode.{name} is {ids}: ids of tokens are at least 0")
+        forced, room = self.forced_ids, self.max_new_tokens
+        require(len(forced) <= room, f"decode.forced_ids are {len(forced)}, decode.max_new_tokens is {room}: raise it")
+        both = sorted(set(forced) & set(self.suppressed_ids))
+        require(not both, f"decode.forced_ids and decode.suppressed_ids both hold {both}: they cannot be written")
         penalty = self.repetition_penalty
         require(0 < penalty < math.inf, f"decode.repetition_penalty is {penalty}: a positive finite number is needed")
         alpha = self.length_penalty

@@ -77,13 +77,15 @@ def score_targets(
     """log p of each target given its source, under an encoder-decoder.
 
     The score that `translate` gives the same tokens is log_prob / penalty(tokens) ** length_penalty. Tokens are those
-    that the tokenizer makes of the text; a model may have written it with others. `tokens_per_batch`: budget of a
+    that the tokenizer makes of the text, with what its template puts around a text, where it has one; a model may have
+    written it with others. `tokens_per_batch`: budget of a
     batch, rows x padded length of the longer side. Raises `ValueError` for a model without an encoder, for counts that
     differ and, by its number, for a text longer than the model, and `FloatingPointError` when the model gives NaN.
     """
     require_encoder(model)
     require(len(sources) == len(targets), f"{len(sources)} sources, {len(targets)} targets: one for each is needed")
-    read, written = ([[*ids, tokenizer.eos_id] for ids in tokenizer.encode(side)] for side in (sources, targets))
+    read, written = tokenizer.encode_sources(sources), tokenizer.encode_sources(targets)
+    written = [ids if ids[-1:] == [tokenizer.eos_id] else [*ids, tokenizer.eos_id] for ids in written]
     longest = model.config.max_length
     for name, side in (("sources", read), ("targets", written)):
         for i, ids in enumerate(side):
@@ -92,7 +94,8 @@ def score_targets(
                 f"{name} {i}: the text has {len(ids)} tokens with its end, the model accepts {longest}: split it",
             )
     rows = [
-        {"source_tokens": source} | _predicted(tokenizer, target) for source, target in zip(read, written, strict=True)
+        {"source_tokens": source} | _predicted((tokenizer.bos_id,), target)
+        for source, target in zip(read, written, strict=True)
     ]
     return _scores(model, params, tokenizer, rows, tokens_per_batch)
 
@@ -109,6 +112,8 @@ def perplexity(
 ) -> Perplexity:
     """How well a decoder-only model predicts texts, each from its start to its end, which counts as a token.
 
+    The start is bos, or what the tokenizer's template puts before a text, where it has one that puts something.
+
     words: how many words all texts have, for the perplexity per word. stride: texts longer than the model's L tokens
     are read in windows of L that begin every so many tokens; what two windows share counts in the first alone, so that
     after the first L each token is predicted from at least L - stride others. Without a stride they are refused, by
@@ -123,12 +128,14 @@ def perplexity(
         stride is None or 1 <= stride <= longest,
         f"stride is {stride}: from 1 to {longest}, the model's length, or None",
     )
+    before = () if tokenizer.template is None else tokenizer.template[0]
     rows = []
     for i, ids in enumerate(tokenizer.encode(texts)):
-        row = _predicted(tokenizer, [*ids, tokenizer.eos_id])
+        row = _predicted(before or (tokenizer.bos_id,), [*ids, tokenizer.eos_id])
+        size = len(row["targets"])
         require(
-            len(ids) < longest or stride is not None,
-            f"texts {i}: the text has {len(ids) + 1} tokens with its end, the model accepts {longest}: split it, or "
+            size <= longest or stride is not None,
+            f"texts {i}: the text has {size} tokens with its end, the model accepts {longest}: split it, or "
             f"give a stride, for instance {(longest + 1) // 2}",
         )
         rows += _windows(row, longest, stride or longest)
@@ -141,9 +148,10 @@ def _exp(nats: float) -> float:
     return math.exp(nats) if nats < 700 else math.inf
 
 
-def _predicted(tokenizer: Tokenizer, ids: list[int]) -> Row:
-    """Each id from those before it."""
-    return {"tokens": [tokenizer.bos_id, *ids[:-1]], "targets": ids, "weights": [1] * len(ids)}
+def _predicted(start: tuple[int, ...], ids: list[int]) -> Row:
+    """Each id from the start and those before it."""
+    weights = [0] * (len(start) - 1) + [1] * len(ids)
+    return {"tokens": [*start, *ids[:-1]], "targets": [*start[1:], *ids], "weights": weights}
 
 
 def _windows(row: Row, longest: int, stride: int) -> Iterator[Row]:
@@ -151,7 +159,7 @@ def _windows(row: Row, longest: int, stride: int) -> Iterator[Row]:
     length, end = len(row["targets"]), 0
     for start in range(0, max(1, length - longest + stride), stride):
         piece = {name: values[start : start + longest] for name, values in row.items()}
-        yield piece | {"weights": [int(at >= end) for at in range(start, min(start + longest, length))]}
+        yield piece | {"weights": [w * (start + at >= end) for at, w in enumerate(piece["weights"])]}
         end = start + longest
 
 

@@ -48,7 +48,8 @@ def translate(
 
     Lines of similar length share a batch, in few shapes, so a file of any lengths compiles a handful of programs. The
     result of a line does not depend on the others. `prefixes`: a text for each line that its translation begins with
-    ("": any may); it is part of an output's text and ids, and the score is that of what follows it.
+    ("": any may); it is part of an output's text and ids, as are the decode.forced_ids before it, and the score is that
+    of what follows it.
 
     A line that is too long for the model is refused, by its number, before any work, or with too_long "drop" comes back
     as `TOO_LONG`; a prefix that leaves no room for max_new_tokens is refused. `where(i)` is what errors call line i,
@@ -57,7 +58,7 @@ def translate(
     """
     require_encoder(model)
     # white space is not translated, so its length does not matter
-    encoded = [[*ids, tokenizer.eos_id] for ids in tokenizer.encode([line.strip() and line for line in lines])]
+    encoded = tokenizer.encode_sources([line.strip() and line for line in lines])
     longest = model.config.max_length
     for i, ids in enumerate(encoded):
         require(
@@ -65,7 +66,10 @@ def translate(
             f"{where(i)}: the line has {len(ids)} tokens with its end, the model accepts {longest}: "
             "split it into sentences",
         )
-    begun = _prefixes(model, tokenizer, prefixes, len(lines), decode, where)
+    prefixes = [""] * len(lines) if prefixes is None else prefixes
+    require(len(prefixes) == len(lines), f'{len(prefixes)} prefixes for {len(lines)} lines: one for each, "" for none')
+    begun = [[tokenizer.bos_id, *(ids and [*decode.forced_ids, *ids])] for ids in tokenizer.encode(prefixes)]
+    _require_room(model, begun, decode, where)
     results = [[BLANK] if len(ids) <= longest else [TOO_LONG] for ids in encoded]
     waiting = [i for i, line in enumerate(lines) if line.strip() and len(encoded[i]) <= longest]
     done = len(lines) - len(waiting)
@@ -73,12 +77,13 @@ def translate(
         cut = []
         # few lines are tried again: one shape for all costs less than compiling one for each length
         sizes = {i: len(encoded[i]) if first_try else max(len(encoded[i]) for i in waiting) for i in waiting}
-        for rows, length in buckets(sizes, longest=longest, budget=decode.tokens_per_batch // decode.beams):
-            settings = _settings(tokenizer, decode, length=length if first_try else None)
+        for rows, length, how in _batches(sizes, begun, decode, longest):
+            settings = _settings(tokenizer, how, length=length if first_try else None)
             source = padded([encoded[i] for i in rows], length, tokenizer.pad_id)
             prompts = Prompts(*_prompts(tokenizer, [begun[i] for i in rows], model, settings), *source)
             found = _outputs(generate(params, prompts, model=model, settings=settings), tokenizer, begun, rows)
             for i, outputs in zip(rows, found, strict=True):
+                outputs = [replace(output, ids=output.ids[1:]) for output in outputs]
                 # outputs that all ended had no use for more room; the others get all there is
                 if settings.max_new_tokens < decode.max_new_tokens and not all(output.ended for output in outputs):
                     cut.append(i)
@@ -108,12 +113,13 @@ def complete(
     `FloatingPointError` when the model gives NaN.
     """
     require_no_encoder(model)
-    begun = _prefixes(model, tokenizer, prompts, len(prompts), decode, "prompts {}".format)
+    begun = tokenizer.encode_prompts(prompts)
+    _require_room(model, begun, decode, "prompts {}".format)
     sampled = sampling is not None
     settings = _sample_settings(tokenizer, decode, sampling) if sampled else _settings(tokenizer, decode, length=None)
     results: list[list[Output]] = [[] for _ in prompts]
     done, room = 0, _room(model, settings.max_new_tokens)
-    sizes = {i: 1 + len(ids) for i, ids in enumerate(begun)}
+    sizes = {i: len(ids) for i, ids in enumerate(begun)}
     for rows, _ in buckets(sizes, longest=room, budget=decode.tokens_per_batch // (1 if sampled else decode.beams)):
         read = _prompts(tokenizer, [begun[i] for i in rows], model, settings)
         requests = np.array([*rows, *rows[:1] * (len(read[0]) - len(rows))], np.int32)
@@ -143,7 +149,8 @@ def stream(
     """
     require_no_encoder(model)
     require(chunk >= 1, f"chunk is {chunk}: at least 1 token is needed")
-    (begun,) = _prefixes(model, tokenizer, [prompt], 1, decode, "prompts {}".format)
+    (begun,) = tokenizer.encode_prompts([prompt])
+    _require_room(model, [begun], decode, "prompts {}".format)
     settings = _sample_settings(tokenizer, decode, sampling)
     prompts = Prompts(*_prompts(tokenizer, [begun], model, settings))
     return pieces(tokenizer, begun, _tokens(model, params, prompts, settings, chunk))
@@ -200,6 +207,7 @@ def _require_kind(model, wanted, what):
         "encoder": "it has no decoder, it reads text and writes none",
     }
     require(kind == wanted, f"a {family!r} model does not {what}: {way[kind]}")
+    jax.eval_shape(model.output_layer, model.shapes)  # a model with another head says so here
 
 
 def _require_numbers(log_probs: np.ndarray) -> None:
@@ -215,36 +223,42 @@ def _room(model: Model, max_new_tokens: int) -> int:
     return model.config.max_length - max_new_tokens + 1
 
 
-def _prefixes(model, tokenizer, texts, count, decode, where) -> list[list[int]]:
-    """The ids of what each row begins with; raises `ValueError` unless there is one for each and all fit."""
-    texts = [""] * count if texts is None else texts
-    require(len(texts) == count, f'{len(texts)} prefixes for {count} lines: one for each is needed, "" for none')
-    encoded, room = tokenizer.encode(texts), _room(model, decode.max_new_tokens)
-    for i, ids in enumerate(encoded):
-        over = 1 + len(ids) - room
+def _require_room(model, begun, decode, where) -> None:
+    """Raise `ValueError` unless all that the rows begin with fits."""
+    room = _room(model, decode.max_new_tokens)
+    for i, ids in enumerate(begun):
+        over = len(ids) - room
         require(
             over <= 0,
-            f"{where(i)}: {1 + len(ids)} tokens, the start included, and max_new_tokens "
-            f"{decode.max_new_tokens} are {over} more than the model accepts: shorten the text or lower max_new_tokens",
+            f"{where(i)}: {len(ids)} tokens, the start included, and max_new_tokens {decode.max_new_tokens} are {over} "
+            "more than the model accepts: shorten the text or lower max_new_tokens",
         )
-    return encoded
+
+
+def _batches(sizes, begun, decode, longest) -> Iterator[tuple[list[int], int, config.Decode]]:
+    """As `buckets`, and how each decodes: what has a prefix has read the forced tokens, and does not write them."""
+    done = {i for i in sizes if decode.forced_ids and len(begun[i]) > 1}
+    for apart, how in ((False, decode), (True, replace(decode, forced_ids=()))):
+        group = {i: size for i, size in sizes.items() if (i in done) == apart}
+        for rows, length in buckets(group, longest=longest, budget=decode.tokens_per_batch // decode.beams):
+            yield rows, length, how
 
 
 def _settings(tokenizer: Tokenizer, decode: config.Decode, *, length: int | None) -> BeamSettings:
     """The search's settings, with room for twice the source and a little where a first try makes sense.
 
     The cache has a column for each token there may be, and most outputs are much shorter than the limit.
-    Without early stopping the limit itself decides when a row is done, so it is given whole.
+    Without early stopping of beams the limit itself decides when a row is done, so it is given whole.
     """
     limit = decode.max_new_tokens
-    if length is not None and decode.early_stopping:
-        limit = min(limit, 2 * length + 8 + decode.min_new_tokens)
+    if length is not None and (decode.early_stopping or decode.beams == 1):
+        limit = min(limit, 2 * length + 8 + decode.min_new_tokens + len(decode.forced_ids))
     return BeamSettings(
         beams=decode.beams,
         max_new_tokens=limit,
         length_penalty=decode.length_penalty,
         early_stopping=decode.early_stopping,
-        eos_ids=(tokenizer.eos_id,),
+        eos_ids=decode.eos_ids or (tokenizer.eos_id,),
         pad_id=tokenizer.pad_id,
         normalization=decode.normalization,
         constraints=_constraints(decode),
@@ -254,7 +268,7 @@ def _settings(tokenizer: Tokenizer, decode: config.Decode, *, length: int | None
 def _sample_settings(tokenizer: Tokenizer, decode: config.Decode, sampling: Sampling) -> SampleSettings:
     return SampleSettings(
         max_new_tokens=decode.max_new_tokens,
-        eos_ids=(tokenizer.eos_id,),
+        eos_ids=decode.eos_ids or (tokenizer.eos_id,),
         pad_id=tokenizer.pad_id,
         sampling=sampling,
         constraints=_constraints(decode),
@@ -264,7 +278,13 @@ def _sample_settings(tokenizer: Tokenizer, decode: config.Decode, sampling: Samp
 
 
 def _constraints(decode: config.Decode) -> Constraints:
-    return Constraints(decode.repetition_penalty, decode.no_repeat_ngram, decode.min_new_tokens)
+    return Constraints(
+        decode.repetition_penalty,
+        decode.no_repeat_ngram,
+        decode.min_new_tokens,
+        forced_first=decode.forced_ids,
+        banned=decode.suppressed_ids,
+    )
 
 
 def buckets(sizes: Mapping[int, int], *, longest: int, budget: int) -> Iterator[tuple[list[int], int]]:
@@ -303,9 +323,7 @@ def padded(rows: list[list[int]], length: int, pad_id: int) -> tuple[np.ndarray,
     return tokens, (np.arange(length, dtype=np.int32)[None] < lengths[:, None]).astype(np.int32)
 
 
-def _prompts(tokenizer, begun, model, settings) -> tuple[np.ndarray, np.ndarray]:
-    """The start and what follows it."""
-    rows = [[tokenizer.bos_id, *ids] for ids in begun]
+def _prompts(tokenizer, rows, model, settings) -> tuple[np.ndarray, np.ndarray]:
     longest = max(map(len, rows))
     # the start alone, as of every translation without a prefix, is a shape of its own
     length = 1 if longest == 1 else _rounded(longest, _room(model, settings.max_new_tokens))
@@ -313,7 +331,7 @@ def _prompts(tokenizer, begun, model, settings) -> tuple[np.ndarray, np.ndarray]
 
 
 def _outputs(found: Hypotheses, tokenizer: Tokenizer, begun: list[list[int]], rows: list[int]) -> list[list[Output]]:
-    """Of each row, which began with begun[row]; the arrays may have more rows."""
+    """Of each row, text and ids with what it began with, begun[row]; the arrays may have more rows."""
     found = jax.device_get(found)
     _require_numbers(found.scores)
     outputs = []

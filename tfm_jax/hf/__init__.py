@@ -1,5 +1,17 @@
 """Exchange of models with Hugging Face directories, without torch."""
 
-from tfm_jax.hf.exchange import load, load_model, read_values, save
+from tfm_jax.hf.configs import read_values
+from tfm_jax.hf.exchange import load, load_model, read_model, save
+from tfm_jax.hf.generation import generation_values, read_generation, save_generation, write_generation
 
-__all__ = ["load", "load_model", "read_values", "save"]
+__all__ = [
+    "generation_values",
+    "load",
+    "load_model",
+    "read_generation",
+    "read_model",
+    "read_values",
+    "save",
+    "save_generation",
+    "write_generation",
+]

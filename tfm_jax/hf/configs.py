@@ -1,6 +1,9 @@
 """Their config.json and our configurations, both ways, with the fields and the defaults of transformers 5."""
 
+import json
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tfm_jax.config import differences, from_dict, require, to_dict
@@ -9,6 +12,20 @@ from tfm_jax.hf.formats import FORMATS, Format
 from tfm_jax.models import BERTConfig, GPTConfig, TransformerConfig
 
 Config = BERTConfig | GPTConfig | TransformerConfig
+
+
+def read_values(directory: str | os.PathLike[str], name: str = "config.json") -> dict[str, Any]:
+    """A file such as config.json as a dict; raises `FileNotFoundError` or `ValueError` naming the file."""
+    path = Path(directory) / name
+    if not path.exists():
+        raise FileNotFoundError(f"{directory} holds no model: {path} does not exist")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no object: a configuration is expected")
+    return values
 
 
 def architecture_of(values: Mapping[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """The switches that all families share: one field a mechanism, checked when built."""
 
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal
+import math
+from dataclasses import KW_ONLY, dataclass, field, fields, is_dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tfm_jax.config import require, require_rates
 from tfm_jax.nn.attention import head_size, kv_heads_of
@@ -89,10 +90,12 @@ class Architecture:
 
     def check(self, *layers: str) -> None:
         """Raise `ValueError` for switches that do not go together; `layers` name the numbers of layers."""
+        _require_types(self, "model")
         for name in ("vocab_size", "max_length", "d_model", "d_ff", "num_heads", *layers, "d_k", "d_v"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"model.{name} is {value}: at least 1 is needed")
-        require(self.norm_eps > 0, f"model.norm_eps is {self.norm_eps}: it must be positive")
+        # the gradient of a norm takes it to the power -3/2 where all that is normed is equal
+        require(self.norm_eps >= 1e-25, f"model.norm_eps is {self.norm_eps}: float32 needs at least 1e-25")
         d_k = head_size(self.d_model, self.num_heads, self.d_k)
         kv_heads_of(self.num_heads, self.num_kv_heads)
         require_positions(self, d_k)
@@ -140,3 +143,26 @@ class Architecture:
             attention_output_bias=self.attention_output_bias,
             feed_forward_bias=self.feed_forward_bias,
         )
+
+
+def _require_types(config: Any, where: str) -> None:
+    """Raise `ValueError` for what a field's annotation does not allow, and for a number that is not finite.
+
+    JSON and the command line refuse these before; a call from Python would train something else, or fail while tracing.
+    """
+    hints = get_type_hints(type(config))
+    for name, value in ((f.name, getattr(config, f.name)) for f in fields(config)):
+        hint, options, said = hints[name], get_args(hints[name]), f"{where}.{name} is {value!r}"
+        if get_origin(hint) is Literal:
+            require(value in options, f"{said}: one of {list(options)} is expected")
+            continue
+        if get_origin(hint) is tuple:
+            right = type(value) is tuple and all(type(item) is options[0] for item in value)
+            require(right, f"{said}: {hint} is expected")
+            continue
+        allowed = options or (hint,)
+        allowed = (*allowed, int) if float in allowed else allowed
+        require(type(value) in allowed, f"{said} ({type(value).__name__}): {hint} is expected")
+        require(type(value) is not float or math.isfinite(value), f"{said}: a finite number is expected")
+        if is_dataclass(value):
+            _require_types(value, f"{where}.{name}")

@@ -113,7 +113,9 @@ class BERT(nnx.Module):
             case "masked":
                 table, bias = self.output_layer()
                 logits = vocabulary_logits(self.masked(x), table)
-                return constrain(logits if bias is None else logits + bias[None, None], "batch", None, "vocab")
+                return constrain(
+                    logits if bias is None else logits + bias.astype(logits.dtype)[None, None], "batch", None, "vocab"
+                )
             case "pooled":
                 return self.pooler(x)
             case "embedding":

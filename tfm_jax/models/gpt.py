@@ -197,12 +197,29 @@ class GPT(nnx.Module):
     def _logits(self, x):
         table, bias = self.output_layer()
         logits = vocabulary_logits(x, table)
-        return constrain(logits if bias is None else logits + bias[None, None], "batch", None, "vocab")
+        return constrain(
+            logits if bias is None else logits + bias.astype(logits.dtype)[None, None], "batch", None, "vocab"
+        )
 
 
 def gpt2_small() -> GPTConfig:
     """GPT-2 with 124 million parameters: 12 layers, 768 wide, 12 heads."""
     return GPTConfig()
+
+
+def gpt2_medium() -> GPTConfig:
+    """GPT-2 with 355 million parameters."""
+    return GPTConfig(num_layers=24, d_model=1024, d_ff=4096, num_heads=16)
+
+
+def gpt2_large() -> GPTConfig:
+    """GPT-2 with 774 million parameters."""
+    return GPTConfig(num_layers=36, d_model=1280, d_ff=5120, num_heads=20)
+
+
+def gpt2_xl() -> GPTConfig:
+    """GPT-2 with 1.56 billion parameters."""
+    return GPTConfig(num_layers=48, d_model=1600, d_ff=6400, num_heads=25)
 
 
 def llama(

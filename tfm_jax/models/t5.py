@@ -50,6 +50,11 @@ def t5_base() -> TransformerConfig:
     return t5(num_layers=12, d_model=768, d_ff=3072, num_heads=12)
 
 
+def t5_large() -> TransformerConfig:
+    """T5 with 738 million parameters."""
+    return t5(num_layers=24, d_model=1024, d_ff=4096, num_heads=16)
+
+
 def flan_t5_small() -> TransformerConfig:
     """T5 v1.1 or Flan-T5 with 77 million parameters."""
     return t5_v1_1(num_layers=8, d_model=512, d_ff=1024, num_heads=6)
@@ -58,6 +63,11 @@ def flan_t5_small() -> TransformerConfig:
 def flan_t5_base() -> TransformerConfig:
     """T5 v1.1 or Flan-T5 with 248 million parameters."""
     return t5_v1_1(num_layers=12, d_model=768, d_ff=2048, num_heads=12)
+
+
+def flan_t5_large() -> TransformerConfig:
+    """T5 v1.1 or Flan-T5 with 783 million parameters."""
+    return t5_v1_1(num_layers=24, d_model=1024, d_ff=2816, num_heads=16)
 
 
 def mt5_small() -> TransformerConfig:

@@ -1,6 +1,6 @@
 """The encoder-decoder Transformer of Vaswani et al., "Attention Is All You Need" (2017)."""
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar, Literal
 
 import jax
@@ -238,7 +238,7 @@ class Transformer(nnx.Module):
     def _logits(self, x):
         table, bias = self.output_layer()
         logits = vocabulary_logits(x, table)
-        logits = logits if bias is None else logits + bias[None, None]
+        logits = logits if bias is None else logits + bias.astype(logits.dtype)[None, None]
         return constrain(logits, "batch", None, "vocab")
 
 
@@ -283,5 +283,19 @@ def bart_base() -> TransformerConfig:
         positions="learned",
         embedding_scale=False,
         embedding_norm=True,
-        dropout=Dropout(embedding=0.1, residual=0.1, attention=0.1),
+        dropout=Dropout(embedding=0.1, residual=0.1, attention=0.1, feed_forward=0.1),
+    )
+
+
+def bart_large() -> TransformerConfig:
+    """BART with 406 million parameters."""
+    layers = {"num_encoder_layers": 12, "num_decoder_layers": 12}
+    return replace(bart_base(), **layers, d_model=1024, d_ff=4096, num_heads=16)
+
+
+def marian_base(vocab_size: int = 58_101) -> TransformerConfig:
+    """Marian (Junczys-Dowmunt et al. 2018) as OPUS-MT trains it (Tiedemann and Thottingal 2020): the paper's base model
+    with SiLU, sines before cosines, and a bias in the output layer. The default vocabulary is English to German's."""
+    return TransformerConfig(
+        vocab_size, max_length=512, activation="silu", positions="sinusoidal_halves", head_bias=True
     )

@@ -114,7 +114,10 @@ def require_positions(config: Any, d_k: int) -> None:
             sizes = {"num_buckets": config.t5_buckets, "max_distance": config.t5_max_distance}
             for bidirectional in (True, False):
                 bucket = functools.partial(relative_position_bucket, bidirectional=bidirectional, **sizes)
-                jax.eval_shape(bucket, jax.ShapeDtypeStruct((), jnp.int32))
+                try:
+                    jax.eval_shape(bucket, jax.ShapeDtypeStruct((), jnp.int32))
+                except ValueError as error:
+                    raise ValueError(f"model.t5_buckets, model.t5_max_distance: {error}") from None
 
 
 def require_implementation(config: Any, d_k: int) -> None:

@@ -115,9 +115,11 @@ def _vocabulary_logits_backward(residuals, gradient_BTV):
     gradient_BTV = gradient_BTV.astype(x.dtype)
     # asked for as D V and transposed after: as V D, XLA transposes the gradient, the largest array of a train step,
     # which takes longer than the product
-    table_gradient_DV = jnp.einsum("BTD,BTV->DV", x, gradient_BTV, preferred_element_type=jnp.float32)
-    x_gradient = jnp.einsum("BTV,VD->BTD", gradient_BTV, table, preferred_element_type=jnp.float32)
-    return x_gradient.astype(x.dtype), table_gradient_DV.T.astype(table.dtype)
+    # rounded to the dtype of the arguments by the product itself: XLA on CPU has none from bfloat16 to float32 that
+    # comes out transposed
+    table_gradient_DV = jnp.einsum("BTD,BTV->DV", x, gradient_BTV, preferred_element_type=table.dtype)
+    x_gradient = jnp.einsum("BTV,VD->BTD", gradient_BTV, table, preferred_element_type=x.dtype)
+    return x_gradient, table_gradient_DV.T
 
 
 vocabulary_logits.defvjp(_vocabulary_logits_forward, _vocabulary_logits_backward)

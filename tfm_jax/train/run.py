@@ -77,7 +77,7 @@ def read_config(directory: str | os.PathLike[str]) -> config.Run:
     """The configuration of a run directory; raises `ValueError` when there is none or when a field is unknown."""
     path = Path(directory) / "config.json"
     if not path.exists():
-        raise ValueError(f"{directory} holds no run: {path} does not exist")
+        raise ValueError(f"{directory} holds no run, nor a model of Hugging Face: {path} does not exist")
     values = _read_values(path)
     if isinstance(values.get("data"), dict) and isinstance(values.get("mesh"), dict):
         # a run from before there was this field had as many rows as its devices divide, not today's default
@@ -101,7 +101,8 @@ def _read_values(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON: {error}") from error
     given = values.get("model") if isinstance(values, dict) else None
     if not isinstance(given, dict) or "family" not in given:
-        raise ValueError(f"{path} does not name the family of its model: the field model.family is missing")
+        missing = "the field model.family is missing (and model_type, as of Hugging Face)"
+        raise ValueError(f"{path} does not name the family of its model: {missing}")
     return values
 
 
@@ -140,8 +141,8 @@ def is_hf(directory: str | os.PathLike[str]) -> bool:
 
 
 def decode_settings(directory: str | os.PathLike[str]) -> config.Decode:
-    """How a run decodes as its configuration says; a Hugging Face directory as `Decode` is by default."""
-    return config.Decode() if is_hf(directory) else read_config(directory).decode
+    """How a run decodes as its configuration says; a Hugging Face directory as `hf.read_generation` reads it."""
+    return hf.read_generation(directory) if is_hf(directory) else read_config(directory).decode
 
 
 def write_result(directory: str | os.PathLike[str], result: dict[str, Any]) -> Path:
