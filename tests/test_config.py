@@ -1,6 +1,7 @@
 """The configuration of a run: strict JSON both ways, refusals that name the value, and the command line."""
 
 import ast
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -113,6 +114,7 @@ def test_int_is_taken_for_float_and_nothing_else_is_converted():
         ({"train": {"steps": 3, "seed": None}}, ["config.train.seed", "None", "int"]),
         ({"train": {"steps": 3, "label_smoothing": "0.1"}}, ["config.train.label_smoothing", "'0.1'", "float"]),
         ({"decode": {"early_stopping": 1}}, ["config.decode.early_stopping", "1", "bool"]),
+        ({"decode": {"early_stopping": "soon"}}, ["config.decode.early_stopping", "'soon'", "heuristic"]),
         ({"decode": {"eos_ids": 2}}, ["config.decode.eos_ids", "2", "a list"]),
         ({"decode": {"eos_ids": [2, "3"]}}, ["config.decode.eos_ids[1]", "'3'", "int"]),
         ({"data": {"dir": 5}}, ["config.data.dir", "5", "str"]),
@@ -267,7 +269,7 @@ def test_every_field_has_help(section):
 def test_command_line_overrides_the_default():
     default = run(model=model(), data=Data(max_length=64))
     arguments = ["--train.steps", "3", "--model.d-model", "8", "--model.num-heads", "2"]
-    arguments += ["--optimizer.clip-norm", "None", "--decode.no-early-stopping"]
+    arguments += ["--optimizer.clip-norm", "None", "--decode.early-stopping", "False"]
     parsed = tyro.cli(Run[TransformerConfig], default=default, args=arguments)
     expected = dataclasses.replace(
         default,
@@ -278,6 +280,8 @@ def test_command_line_overrides_the_default():
     )
     assert parsed == expected
     assert tyro.cli(Run[TransformerConfig], default=default, args=[]) == default
+    stops = tyro.cli(Run[TransformerConfig], default=default, args=["--decode.early-stopping", "heuristic"])
+    assert stops.decode.early_stopping == "heuristic"
 
 
 @pytest.mark.parametrize(
@@ -324,3 +328,11 @@ def test_how_many_texts_an_example_has():
     sides = lambda **fields: Data(**fields).sides  # noqa: E731
     assert sides() == 1 and sides(**PAIR) == sides(format="dates") == sides(format="tsv", features=("1", "2")) == 2
     assert sides(format="tsv", features=("1", "2"), label="3") == sides(**LABELLED) == 1
+
+
+@pytest.mark.parametrize("batching, words", [("packed", "'packed'"), ("blocks", "'blocks'"), ("buckets", None)])
+def test_a_kernel_without_positions_takes_no_rows_of_several_texts(batching, words):
+    model = TransformerConfig(7, implementation="splash")
+    refused = contextlib.nullcontext() if words is None else pytest.raises(ValueError, match=words)
+    with refused:
+        Run(model, Train(steps=1), "r", Data(batching=batching))

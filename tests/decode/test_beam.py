@@ -139,7 +139,7 @@ def exhaustive(walk, config):
 
 
 def plain_beam_search(walk, config, *, stop):
-    """Textbook beam search on lists. stop: "full" (W have ended) or "never".
+    """Textbook beam search on lists. stop: "full" (W have ended), "beaten" (and no live one is better now) or "never".
 
     So many extensions are looked at that W stay live, whatever ends.
     """
@@ -149,15 +149,22 @@ def plain_beam_search(walk, config, *, stop):
     def entry(sequence, log_p, ended):
         return sequence, score(log_p, len(sequence), config), log_p, ended
 
-    for _ in range(config.max_new_tokens):
+    for length in range(1, config.max_new_tokens + 1):
         candidates = [((*s, v), log_p + float(q)) for s, log_p in live for v, q in enumerate(walk(s)) if q > -np.inf]
         candidates = sorted(candidates, key=lambda c: -c[1])[: (1 + len(ends)) * W if W > 1 else 1]
         pool += [entry(s, log_p, True) for s, log_p in candidates[:W] if s[-1] in ends]
         live = [c for c in candidates if c[0][-1] not in ends][:W]
-        if stop == "full" and len(pool) >= W:
+        if stop == "full" and len(pool) >= W and length < config.max_new_tokens:
+            live = []
+            break
+        best = sorted(pool, key=lambda h: -h[1])[:W]
+        if stop == "beaten" and live and len(best) == W and best[-1][1] >= score(live[0][1], length, config):
             live = []
             break
     return sorted(pool + [entry(s, log_p, False) for s, log_p in live], key=lambda h: -h[1])[:W]
+
+
+STOPS = {True: "full", False: "never", "heuristic": "beaten"}
 
 
 def assert_same(found, expected):
@@ -268,7 +275,7 @@ def test_several_tokens_may_end_a_hypothesis(beams):
 TREE = (7, tree_size(3, 5), 3)
 
 
-@pytest.mark.parametrize("early_stopping", [False, True])
+@pytest.mark.parametrize("early_stopping", [False, True, "heuristic"])
 @pytest.mark.parametrize("alpha", ALPHAS)
 @given(seed=st.integers(0, 2**32 - 1), zeros=st.sampled_from([0.0, 0.3]))
 def test_the_n_best_are_those_of_a_plain_beam_search(alpha, early_stopping, seed, zeros):
@@ -278,7 +285,7 @@ def test_the_n_best_are_those_of_a_plain_beam_search(alpha, early_stopping, seed
     result = run(tables, config)
     walks = [Walk(table, "tree") for table in tables]
     for row, walk in enumerate(walks):
-        assert_same(listed(result, row), plain_beam_search(walk, config, stop="full" if early_stopping else "never"))
+        assert_same(listed(result, row), plain_beam_search(walk, config, stop=STOPS[early_stopping]))
     assert_well_formed(result, config, walks)
 
 
@@ -311,7 +318,7 @@ def ring_tables(seed=2):
     return log_softmax(logits)
 
 
-@pytest.mark.parametrize("early_stopping", [False, True])
+@pytest.mark.parametrize("early_stopping", [False, True, "heuristic"])
 def test_a_row_does_not_depend_on_its_neighbours(early_stopping):
     """B32, I02: alone, in pairs, in a batch of 7 and in any order: equal to the last bit."""
     config = settings(3, 23, 1.0, early_stopping=early_stopping, pad_id=4)
@@ -324,10 +331,10 @@ def test_a_row_does_not_depend_on_its_neighbours(early_stopping):
     walks = [Walk(table, "ring") for table in tables]
     assert_well_formed(together, config, walks)
     for row, walk in enumerate(walks):
-        assert_same(listed(together, row), plain_beam_search(walk, config, stop="full" if early_stopping else "never"))
+        assert_same(listed(together, row), plain_beam_search(walk, config, stop=STOPS[early_stopping]))
 
 
-@pytest.mark.parametrize("early_stopping", [False, True])
+@pytest.mark.parametrize("early_stopping", [False, True, "heuristic"])
 def test_one_beam_is_greedy_search(early_stopping):
     """I19, B31: the likeliest token at each step until it is eos, whatever the length penalty."""
     config = settings(1, 23, 2.0, early_stopping=early_stopping)

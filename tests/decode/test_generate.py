@@ -199,7 +199,7 @@ def plain_beam(one, settings):
             best = sorted(extended[b], key=lambda hypothesis: -hypothesis[0])[: (1 + len(ends)) * W]
             keep(pools[b], [(total, tokens, True) for total, tokens in best[:W] if tokens[-1] in ends])
             live[b] = [(total, tokens) for total, tokens in best if tokens[-1] not in ends][:W]
-            done[b] |= settings.early_stopping and len(pools[b]) == W
+            done[b] |= settings.early_stopping and len(pools[b]) == W and length < T
             live[b] = [] if done[b] else live[b]
         if not any(live):
             return pools
@@ -626,8 +626,7 @@ def settings_like(theirs):
 
     Its early_stopping=True is ours: a row is done when as many hypotheses as beams have ended. Its "never" is our
     False: both stop when no live hypothesis can get better than the worst, and the bounds, though not the same, are
-    both safe. Its False, the default, bounds by the present length: for length_penalty <= 0 that is safe too and gives
-    the result of our False, for a positive one it is a heuristic that we do not have.
+    both safe. Its False, the default, bounds by the present length and is our heuristic.
     """
     make = maker()
     first = theirs.get("forced_bos_token_id")
@@ -640,12 +639,11 @@ def settings_like(theirs):
         banned=tuple(token for (token,) in theirs.get("bad_words_ids", [])),
     )
     alpha, early = theirs.get("length_penalty", 0.0), theirs.get("early_stopping", True)
-    assert early is not False or alpha <= 0
     return BeamSettings(
         beams=theirs.get("num_beams", 1),
         max_new_tokens=make.NEW_TOKENS,
         length_penalty=alpha,
-        early_stopping=early is True,
+        early_stopping={True: True, False: "heuristic", "never": False}[early],
         eos_ids=tuple(theirs.get("eos_token_id", [make.EOS])),
         pad_id=make.PAD,
         normalization="transformers",

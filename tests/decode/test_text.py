@@ -257,6 +257,7 @@ def test_the_first_try_has_less_room_only_where_that_is_exact(tiny, monkeypatch)
         ({"min_new_tokens": 7}, 2 * 8 + 8 + 7),
         ({"forced_ids": (5, 6)}, 2 * 8 + 8 + 2),
         ({"early_stopping": False}, 99),
+        ({"early_stopping": "heuristic"}, 99),
         (greedy, 2 * 8 + 8),
     ]:
         with monkeypatch.context() as patch:

@@ -275,13 +275,7 @@ OPUS_MT = {
     "static_position_embeddings": True,
     "vocab_size": 58101,
 }
-MARIAN = TransformerConfig(
-    58_101,
-    max_length=512,
-    activation="silu",
-    positions="sinusoidal_halves",
-    head_bias=True,
-)
+MARIAN = transformer.marian_base()
 PUBLISHED = {
     "bert-base-uncased": (BERT_BASE, bert.bert_base()),
     "roberta-base": (ROBERTA_BASE, bert.roberta_base()),
@@ -299,8 +293,7 @@ PUBLISHED = {
         t5.flan_t5_base(),
     ),
     "mt5-small": (MT5_SMALL, t5.mt5_small()),
-    # it was trained with dropout in the feed-forward network too
-    "bart-base": (BART_BASE, replace(transformer.bart_base(), dropout=Dropout(0.1, 0.1, 0.1, 0.1))),
+    "bart-base": (BART_BASE, transformer.bart_base()),
     "opus-mt-en-de": (OPUS_MT, MARIAN),
 }
 

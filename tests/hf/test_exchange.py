@@ -180,12 +180,11 @@ def generated(model, params, tokens, mask, theirs, values):
     if model.config.kind == "encoder-decoder":
         start = jnp.full((len(tokens), 1), values["decoder_start_token_id"], jnp.int32)
         rows = Prompts(start, jnp.ones_like(start), ints(tokens), ints(mask))
-    # for a positive length_penalty their default, early_stopping False, is a heuristic that we do not have
     settings = BeamSettings(
         beams=theirs.get("num_beams", 1),
         max_new_tokens=maker().NEW_TOKENS,
-        length_penalty=theirs.get("length_penalty", 0.0),
-        early_stopping=theirs.get("early_stopping") is True,
+        length_penalty=theirs.get("length_penalty", 1.0),
+        early_stopping={True: True, False: "heuristic", "never": False}[theirs.get("early_stopping", False)],
         eos_ids=(values["eos_token_id"],),
         pad_id=values["pad_token_id"],
         normalization="transformers",

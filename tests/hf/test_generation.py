@@ -25,7 +25,7 @@ def directory_of(kind, directory, values, *, config=None):
 
 
 # what a file that says nothing means
-GREEDY = Decode(beams=1, early_stopping=False, normalization="transformers", max_new_tokens=LONGEST)
+GREEDY = Decode(beams=1, early_stopping="heuristic", normalization="transformers", max_new_tokens=LONGEST)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,7 @@ GREEDY = Decode(beams=1, early_stopping=False, normalization="transformers", max
         ({"no_repeat_ngram_size": 3}, {"no_repeat_ngram": 3}),
         ({"early_stopping": True}, {"early_stopping": True}),
         ({"early_stopping": "never"}, {"early_stopping": False}),
+        ({"early_stopping": False}, {"early_stopping": "heuristic"}),
         # both count the token that the decoder starts with
         ({"max_length": 12, "min_length": 5}, {"max_new_tokens": 11, "min_new_tokens": 4}),
         ({"max_length": 12, "max_new_tokens": 7}, {"max_new_tokens": 7}),
@@ -145,6 +146,7 @@ def test_what_changes_nothing_is_not_refused(tmp_path):
         ("bart", {"max_length": 9.5}, "max_length is 9.5: an int"),
         ("bart", {"length_penalty": "x"}, "length_penalty is 'x': a number is expected"),
         ("bart", {"early_stopping": "soon"}, "early_stopping is 'soon': true, false or 'never'"),
+        ("bart", {"early_stopping": 1}, "early_stopping is 1: true, false or 'never'"),
         ("bart", {"num_return_sequences": 2}, "decode.nbest is 2, more than decode.beams, 1"),
         ("bart", {"max_length": 4, "min_length": 9}, "decode.min_new_tokens is 8, more than decode.max_new_tokens, 3"),
         ("bart", {"bad_words_ids": [[3], [4, 5]]}, "bad_words_ids is .*: words of one token each"),
@@ -194,8 +196,9 @@ DECODES = [
     Decode(max_new_tokens=13),
     Decode(beams=1, max_new_tokens=13, early_stopping=False, no_repeat_ngram=2, repetition_penalty=1.5),
     Decode(beams=4, nbest=3, max_new_tokens=13, min_new_tokens=2, early_stopping=False, length_penalty=-0.5),
+    Decode(beams=3, max_new_tokens=9, early_stopping="heuristic"),
     Decode(beams=3, max_new_tokens=9, eos_ids=(3, 2), forced_ids=(7,), suppressed_ids=(9, 11)),
-    Decode(beams=3, max_new_tokens=9, normalization="gnmt", length_penalty=0.0),
+    Decode(beams=3, max_new_tokens=9, early_stopping="heuristic", normalization="gnmt", length_penalty=0.0),
 ]
 
 
@@ -203,7 +206,7 @@ DECODES = [
 def test_ours_comes_back(tmp_path, decode):
     """But for what decides nothing: the rule of stopping without beams, and the division by anything ** 0."""
     directory = directory_of("bart", tmp_path, hf.write_generation(decode, "encoder-decoder"))
-    same = {"normalization": "transformers"} | ({"early_stopping": False} if decode.beams == 1 else {})
+    same = {"normalization": "transformers"} | ({"early_stopping": "heuristic"} if decode.beams == 1 else {})
     assert hf.read_generation(directory) == replace(decode, **same)
 
 
@@ -212,7 +215,7 @@ def test_a_decoder_is_continued_greedily(tmp_path):
     values = hf.write_generation(decode, "decoder")
     assert values.keys().isdisjoint({"num_beams", "num_return_sequences", "early_stopping", "length_penalty"})
     found = hf.read_generation(directory_of("gpt2", tmp_path, values))
-    assert found == replace(decode, beams=1, nbest=1, early_stopping=False, normalization="transformers")
+    assert found == replace(decode, beams=1, nbest=1, early_stopping="heuristic", normalization="transformers")
 
 
 @pytest.mark.parametrize(

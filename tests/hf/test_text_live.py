@@ -20,16 +20,25 @@ pytestmark = pytest.mark.oracles
 LINES = ["the other", "a", "sun and rain", "in a tower", "xyz", "thin", "or", "st an", "quiz", "<s>b"]
 SHORT = [line for line in LINES if len(line) < 6]
 # of each family what its published models set, besides greedy search
-BEAMS = {"num_beams": 4, "num_return_sequences": 2, "early_stopping": "never"}
+# early_stopping is what it is by default, a heuristic, where it is not said
+BEAMS = {"num_beams": 4, "num_return_sequences": 2}
 SETTINGS = {
     "gpt2": BEAMS | {"max_new_tokens": 9, "eos_token_id": [1, 9], "repetition_penalty": 1.3},
-    "llama": BEAMS | {"max_new_tokens": 9, "min_new_tokens": 2, "suppress_tokens": [30, 3], "length_penalty": 0.0},
+    "llama": BEAMS
+    | {
+        "early_stopping": True,
+        "max_new_tokens": 9,
+        "min_new_tokens": 2,
+        "suppress_tokens": [30, 3],
+        "length_penalty": 0.0,
+    },
     "t5": BEAMS | {"max_length": 11, "no_repeat_ngram_size": 2, "decoder_start_token_id": 0},
     # those of bart-large-cnn, but shorter
     "bart": BEAMS
     | {"max_length": 12, "min_length": 5, "length_penalty": 2.0, "no_repeat_ngram_size": 3}
     | {"forced_bos_token_id": 0},
-    "marian": BEAMS | {"max_length": 10, "bad_words_ids": [[40], [0]], "repetition_penalty": 1.2},
+    "marian": BEAMS
+    | {"early_stopping": "never", "max_length": 10, "bad_words_ids": [[40], [0]], "repetition_penalty": 1.2},
 }
 # with these a model writes many different texts
 SEEDS = {"gpt2": 25, "llama": 24, "t5": 25, "bart": 31, "marian": 23}

@@ -51,6 +51,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         require(isinstance(value, list | tuple), f"{where} is {value!r}: a list is expected")
         return tuple(_convert(options[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     allowed = options if origin in (typing.Union, types.UnionType) else (hint,)
+    if type(value) is str and value in [name for option in allowed for name in typing.get_args(option)]:
+        return value
     if float in allowed and type(value) is int:
         return float(value)
     require(type(value) in allowed, f"{where} is {value!r} ({type(value).__name__}): {hint} is expected")

@@ -115,8 +115,9 @@ class Decode:
     """alpha in score = log p / penalty ** alpha; 0 compares plain log p."""
     normalization: Literal["fairseq", "transformers", "gnmt", "t2t"] = "fairseq"
     """The penalty: the length, end of text included (fairseq, transformers), or (5 + length) / 6 (gnmt, t2t)."""
-    early_stopping: bool = True
-    """True: a sentence is done once `beams` hypotheses have ended. False: once no live hypothesis can beat them."""
+    early_stopping: bool | Literal["heuristic"] = True
+    """True: a sentence is done once `beams` hypotheses have ended. False: once no live hypothesis can beat them.
+    heuristic: once they have ended and none would beat them if it ended here, the default of transformers."""
     max_new_tokens: int = 200
     """Longest output, end-of-text included. Unit: tokens."""
     min_new_tokens: int = 0
@@ -183,6 +184,12 @@ class Run(Generic[ModelConfig]):
         require(
             self.data.max_length <= self.model.max_length,
             f"data.max_length ({self.data.max_length}) exceeds model.max_length ({self.model.max_length})",
+        )
+        shared = self.data.batching != "buckets" and getattr(self.model, "implementation", "auto") == "splash"
+        require(
+            not shared,
+            f"model.implementation is 'splash', data.batching {self.data.batching!r}: the kernel takes no positions, "
+            "which rows of several texts have; use auto or blockwise",
         )
         shards, multiple = self.mesh.batch_shards, self.data.rows_multiple
         require(

@@ -31,8 +31,9 @@ class BeamSettings:
     """T, the longest output, eos included. Unit: tokens."""
     length_penalty: float
     """alpha of score = log p / penalty(length) ** alpha, either sign; 0 compares plain log p. Lengths count eos."""
-    early_stopping: bool
-    """True: a row is done once W hypotheses have ended. False: once no live one can beat them."""
+    early_stopping: bool | Literal["heuristic"]
+    """True: a row is done once W hypotheses have ended before the last step. False: once no live one can beat them.
+    heuristic: once W have ended and no live one would beat them if it ended here, as transformers has it for False."""
     eos_ids: tuple[int, ...]
     """The tokens that end a hypothesis."""
     pad_id: int
@@ -58,7 +59,10 @@ class BeamSettings:
             abs(alpha) * math.log10(self.max_new_tokens) <= 30,
             f"length_penalty is {alpha}: {self.max_new_tokens} ** {alpha} leaves float32, give one nearer to 0",
         )
-        require(type(self.early_stopping) is bool, f"early_stopping is {self.early_stopping!r}: give True or False")
+        stop = self.early_stopping
+        require(
+            type(stop) is bool or stop == "heuristic", f"early_stopping is {stop!r}: give True, False or 'heuristic'"
+        )
 
 
 PENALTIES = {
@@ -264,8 +268,11 @@ def _best_extensions(
 
 def _is_done(best_live: Array, worst_score: Array, length: Array, settings: BeamSettings) -> Array:
     """B log p of what has this length, B worst scores of the pool (-inf: it is not full) -> B."""
-    if settings.early_stopping:
-        return worst_score > -jnp.inf
+    if settings.early_stopping is True:
+        # at the last step what ends and what is cut are of one length, and the better ones stay
+        return (worst_score > -jnp.inf) & (length < settings.max_new_tokens)
+    if settings.early_stopping == "heuristic":
+        return worst_score >= scores_of(best_live, length, settings)
     T = settings.max_new_tokens
     return worst_score >= scores_of(
         best_live, T if settings.length_penalty > 0 else jnp.minimum(length + 1, T), settings

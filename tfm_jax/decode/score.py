@@ -78,9 +78,9 @@ def score_targets(
 
     The score that `translate` gives the same tokens is log_prob / penalty(tokens) ** length_penalty. Tokens are those
     that the tokenizer makes of the text, with what its template puts around a text, where it has one; a model may have
-    written it with others. `tokens_per_batch`: budget of a
-    batch, rows x padded length of the longer side. Raises `ValueError` for a model without an encoder, for counts that
-    differ and, by its number, for a text longer than the model, and `FloatingPointError` when the model gives NaN.
+    written it with others. `tokens_per_batch`: budget of a batch, rows x padded length of the longer side. Raises
+    `ValueError` for a model without an encoder, for counts that differ and, by its number, for a text longer than the
+    model, and `FloatingPointError` when the model gives NaN.
     """
     require_encoder(model)
     require(len(sources) == len(targets), f"{len(sources)} sources, {len(targets)} targets: one for each is needed")

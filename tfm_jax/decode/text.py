@@ -251,7 +251,7 @@ def _settings(tokenizer: Tokenizer, decode: config.Decode, *, length: int | None
     Without early stopping of beams the limit itself decides when a row is done, so it is given whole.
     """
     limit = decode.max_new_tokens
-    if length is not None and (decode.early_stopping or decode.beams == 1):
+    if length is not None and (decode.early_stopping is True or decode.beams == 1):
         limit = min(limit, 2 * length + 8 + decode.min_new_tokens + len(decode.forced_ids))
     return BeamSettings(
         beams=decode.beams,

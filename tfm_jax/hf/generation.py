@@ -22,6 +22,7 @@ _SAME = {
     "min_new_tokens": "min_new_tokens",
     "max_new_tokens": "max_new_tokens",
 }
+_STOPS: dict[Any, Any] = {True: True, False: "heuristic", "never": False}  # of early_stopping
 _ID_LISTS = ("eos_token_id", "suppress_tokens", "bad_words_ids")
 _LIMITS = ("max_length", "min_length")
 # What changes the output and we do not have -> the value that changes nothing, besides null.
@@ -58,9 +59,9 @@ def read_generation(directory: str | os.PathLike[str]) -> Decode:
     longer than that. max_length counts a decoder's prompt, so that of a decoder it is only another upper bound.
     Without eos_token_id the tokenizer's end ends an output.
 
-    early_stopping: True as it is; False, for which transformers stops by a rule of thumb, and "never" are our False,
-    the exact search. Not taken: do_sample, temperature, top_k and top_p, for draws have no result to agree on (give a
-    `Sampling`, on the command line --temperature); forced_eos_token_id, as an output that is cut says so by `ended`.
+    early_stopping: their False is our "heuristic", their "never" our False, the exact search. Not taken: do_sample,
+    temperature, top_k and top_p, for draws have no result to agree on (give a `Sampling`, on the command line
+    --temperature); forced_eos_token_id, as an output that is cut says so by `ended`.
 
     Raises `ValueError` for what changes the output and is not supported, by name: also for bad_words_ids of several
     tokens, and of decoders for forced_bos_token_id and min_length, which depend on the prompt.
@@ -76,8 +77,9 @@ def read_generation(directory: str | os.PathLike[str]) -> Decode:
         values.setdefault(name, 1)
     ours = {_SAME[name]: _number(values, name, where) for name in _SAME if name in values}
     stop = values.get("early_stopping", False)
-    require(stop in (True, False, "never"), f"{where}: early_stopping is {stop!r}: true, false or 'never' is expected")
-    ours |= {"early_stopping": stop is True, "normalization": "transformers"}
+    known = type(stop) is bool or stop == "never"
+    require(known, f"{where}: early_stopping is {stop!r}: true, false or 'never' is expected")
+    ours |= {"early_stopping": _STOPS[stop], "normalization": "transformers"}
     ours |= _limits(values, config, where) | _ids(values, config, where)
     try:
         return Decode(**ours)
@@ -103,7 +105,7 @@ def write_generation(decode: Decode, kind: str) -> Values:
         del theirs["num_return_sequences"]
     else:
         require(penalty, f"decode.normalization is {decode.normalization!r}: transformers divides by the length alone")
-        theirs["early_stopping"] = True if decode.early_stopping else "never"
+        theirs["early_stopping"] = {ours: theirs for theirs, ours in _STOPS.items()}[decode.early_stopping]
     if decode.eos_ids:
         theirs["eos_token_id"] = list(decode.eos_ids)
     if decode.suppressed_ids:

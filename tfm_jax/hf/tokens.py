@@ -35,8 +35,11 @@ def save_tokenizer(directory: Path, tokenizer: Tokenizer, kind: str) -> None:
     """Write tokenizer.json and tokenizer_config.json, and for models that write text the ids in generation_config.json.
 
     kind: of the model. One that has no template gets that of our training: encoders read bos, text and eos,
-    encoder-decoders text and eos, decoders continue bos and text. Words that have an entry which is not in use, because
-    its training text had none of them, are unknown here, but transformers does not know that.
+    encoder-decoders text and eos, decoders continue bos and text.
+
+    Two things transformers does not do as we do. Words that have an entry which is not in use, because the text it was
+    learned from had none of them, are unknown here, but not there. For model_type qwen2 AutoTokenizer splits text as
+    Qwen2's own tokenizer does, whatever tokenizer.json says: PreTrainedTokenizerFast.from_pretrained reads it.
     """
     if tokenizer.template is None:
         bos, eos = (tokenizer.bos_id,), (tokenizer.eos_id,)
