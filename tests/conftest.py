@@ -1,9 +1,14 @@
 """What holds in every test: eight fake devices, checked shapes, no silent promotion, examples that repeat."""
 
+import importlib.metadata
 import os
 
-# XLA and jax read these once, so they are set before jax is imported.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".lstrip()
+# XLA and jax read these once, so they are set before jax is imported. XLA's newer way to make loops for a CPU compiles
+# for twice as long; of jax's later versions, which refuse a flag that they do not know, it is the only one.
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
+    + ["--xla_cpu_use_fusion_emitters=false"] * importlib.metadata.version("jaxlib").startswith("0.10.")
+).lstrip()
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
 os.environ["MPLBACKEND"] = "Agg"
 

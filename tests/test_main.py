@@ -365,7 +365,7 @@ def test_convert_a_directory(theirs, call, tmp_path, kind):
     """Every file says the same, and so does the model."""
     source = shutil.copytree(theirs(kind), tmp_path / "source")
     settle(source, do_sample=True, temperature=0.6, num_beam_groups=2)
-    assert call("convert", "--source", source, "--target", tmp_path / "new")[0] == 0
+    assert call("convert", source, tmp_path / "new")[0] == 0
     values = {path: hf.generation_values(path) for path in (source, tmp_path / "new")}
     assert values[source].items() <= values[tmp_path / "new"].items()
     left, right = (hf.load(path) for path in (source, tmp_path / "new"))
@@ -380,7 +380,7 @@ def test_convert_an_old_directory(theirs, call, tmp_path):
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"num_beams": 3, "max_length": 9}))
     decode = hf.read_generation(source)
-    assert call("convert", "--source", source, "--target", tmp_path / "new")[0] == 0
+    assert call("convert", source, tmp_path / "new")[0] == 0
     assert hf.read_generation(tmp_path / "new") == decode and decode.beams == 3
 
 
@@ -392,7 +392,7 @@ def test_convert_a_run(call, tmp_path, kind):
     decode = Decode(beams=3, max_new_tokens=7, length_penalty=0.5)
     run = Run(model.config, Train(steps=1), str(tmp_path / "run"), Data(max_length=29), decode=decode)
     save_params(open_run(run, tokenizer) / PARAMETERS, random_params(model))
-    assert call("convert", "--source", tmp_path / "run", "--target", tmp_path / "new")[0] == 0
+    assert call("convert", tmp_path / "run", tmp_path / "new")[0] == 0
     for use in (["translate"], ["generate", "--prompt", "the"]):
         if (use[0] == "translate") == (kind == "encoder-decoder"):
             left, right = (call(*use, "--run", tmp_path / name, stdin=b"the rain\n") for name in ("run", "new"))
@@ -408,7 +408,7 @@ def test_convert_says_what_it_leaves_out(call, tmp_path):
     noted = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command_line, "_note", noted.append)
-        assert call("convert", "--source", tmp_path / "run", "--target", tmp_path / "new")[0] == 0
+        assert call("convert", tmp_path / "run", tmp_path / "new")[0] == 0
     assert "decode.normalization is 'gnmt'" in noted[0] and str(tmp_path / "new") in noted[1]
     assert hf.generation_values(tmp_path / "new").keys() == {"decoder_start_token_id", "eos_token_id", "pad_token_id"}
 
@@ -426,10 +426,10 @@ def test_what_is_no_model_is_said_in_a_line(theirs, call, tmp_path):
         (["generate", "--run", bare, "--prompt", "a"], "tokenizer.json does not exist: AutoTokenizer"),
         (["translate", "--run", refused], "num_beam_groups is 2, which is not supported"),
         (["translate", "--run", theirs("gpt2")], "'gpt' model does not translate"),
-        (["convert", "--source", tmp_path / "none", "--target", tmp_path / "x"], "holds no run"),
-        (["convert", "--source", bare, "--target", bare / "../bare"], "source and target are both"),
-        (["convert", "--source", theirs("gpt2"), "--target", theirs("bart")], "already holds a model"),
-        (["convert", "--source", theirs("gpt2"), "--target", other], "already holds a model"),
+        (["convert", tmp_path / "none", tmp_path / "x"], "holds no run"),
+        (["convert", bare, bare / "../bare"], "source and target are both"),
+        (["convert", theirs("gpt2"), theirs("bart")], "already holds a model"),
+        (["convert", theirs("gpt2"), other], "already holds a model"),
     ]:
         code, out = call(*arguments, stdin=b"a\n")
         assert code.startswith("error: ") and said in code and "\n" not in code and out == b"", arguments

@@ -140,7 +140,9 @@ def data(config: str, batches: int = 2, rows: int = 3, seconds: float = 2.0, png
     _note(f"plotted in {picture}")
 
 
-def convert(source: str, target: str, model_type: str | None = None) -> None:
+def convert(
+    source: tyro.conf.Positional[str], target: tyro.conf.Positional[str], model_type: str | None = None
+) -> None:
     """Write a run, or a Hugging Face directory, as a Hugging Face directory that transformers reads.
 
     generation_config.json says there how the run decodes, or what the other directory says.

@@ -37,8 +37,6 @@ def maker():
 
 KINDS, GENERATED, SIDES = (*maker().KINDS, *maker().LABELLED), maker().GENERATED, maker().SIDES
 NO_OPTIMIZATIONS = "jax_disable_most_optimizations"
-# these programs run once, and compile in less than half the time without fusions
-quickly = functools.partial(jax.jit, compiler_options={"xla_cpu_use_fusion_emitters": False})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,7 +79,7 @@ def inputs_of(model, expected, side):
     return (tokens,), named
 
 
-@functools.partial(quickly, static_argnames="model")
+@functools.partial(jax.jit, static_argnames="model")
 def outputs(params, tokens, named, goal, *, model):
     """(loss, logits or the pooler's output), hidden states by stack, and the gradient of the loss."""
 
@@ -169,7 +167,7 @@ def test_logits_states_loss_and_gradient_are_those_of_transformers(kind, side, t
             np.testing.assert_allclose(own[what], expected[what], rtol=0, atol=1e-4 * norm)
 
 
-@functools.partial(quickly, static_argnames=("model", "settings"))
+@functools.partial(jax.jit, static_argnames=("model", "settings"))
 def written(params, prompts, *, model, settings):
     return generate(params, prompts, model=model, settings=settings)
 
@@ -476,13 +474,13 @@ def test_vmap_and_grad_go_over_the_loaded_tree():
     model, params = loaded("gpt2")
     pair = jax.tree.map(lambda x: jnp.stack([x, x[..., ::-1]]), params)
     tokens = ints(kept("gpt2")["tokens_right"])
-    both = quickly(jax.vmap(model.apply, in_axes=(0, None)))(pair, tokens)
-    apply = quickly(model.apply)
+    both = jax.jit(jax.vmap(model.apply, in_axes=(0, None)))(pair, tokens)
+    apply = jax.jit(model.apply)
     for lane in range(2):
         one = apply(jax.tree.map(lambda x, lane=lane: x[lane], pair), tokens)
         np.testing.assert_allclose(both[lane], one, rtol=0, atol=1e-5)
     assert not np.allclose(both[0], both[1], atol=0.1)
-    gradient = quickly(jax.grad(lambda params: model.apply(params, tokens).var()))(params)
+    gradient = jax.jit(jax.grad(lambda params: model.apply(params, tokens).var()))(params)
     assert jax.tree.map(jnp.shape, gradient) == jax.tree.map(jnp.shape, params)
     # a bias of keys changes nothing
     leaves = [(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(gradient)]
