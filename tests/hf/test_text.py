@@ -303,6 +303,18 @@ def test_the_ids_of_generation_config(ours, tmp_path):
     assert json.loads((tmp_path / "generation_config.json").read_text()) == expected
 
 
+def test_a_decoder_with_labels_reads_there_what_it_was_trained_on(ours, tmp_path):
+    """Start, text and end; it writes nothing, so nothing says how."""
+    model, _, tokenizer = ours
+    if model.config.kind == "encoder-decoder":
+        model = small("decoder", tokenizer.vocab_size)
+    labelled = build(replace(model.config, head="sequence", labels=("bad", "good")))
+    hf.save(tmp_path, labelled, random_params(labelled), tokenizer)
+    again, _, there = hf.load(tmp_path)
+    assert again == labelled and there.template == ((tokenizer.bos_id,), (tokenizer.eos_id,))
+    assert not (tmp_path / "generation_config.json").exists()
+
+
 def test_a_stream_is_the_whole(tmp_path):
     directory = directory_of("llama", tmp_path, max_new_tokens=7)
     loaded, decode = tfm_jax.load(directory), hf.read_generation(directory)

@@ -120,7 +120,7 @@ def save(
     with appearing(directory, "*config.json", "tokenizer.json", "*.safetensors*") as folder:
         (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         if tokenizer is not None:
-            save_tokenizer(folder, tokenizer, model.config.kind)
+            save_tokenizer(folder, tokenizer, model.config)
         save_tensors(folder, tensors, shard_bytes=shard_bytes, dtype=dtype)
 
 

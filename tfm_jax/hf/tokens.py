@@ -31,23 +31,25 @@ def load_tokenizer(directory: Path, values: dict[str, Any]) -> Tokenizer:
     return Tokenizer.load(path, specials={} if start is None else {"bos": start}, as_transformers=True)
 
 
-def save_tokenizer(directory: Path, tokenizer: Tokenizer, kind: str) -> None:
+def save_tokenizer(directory: Path, tokenizer: Tokenizer, config: Any) -> None:
     """Write tokenizer.json and tokenizer_config.json, and for models that write text the ids in generation_config.json.
 
-    kind: of the model. One that has no template gets that of our training: encoders read bos, text and eos,
-    encoder-decoders text and eos, decoders continue bos and text.
+    config: of the model. A tokenizer that has no template gets that of our training: encoders, and decoders with a head
+    for labels, read bos, text and eos, encoder-decoders text and eos, decoders continue bos and text.
 
     Two things transformers does not do as we do. Words that have an entry which is not in use, because the text it was
     learned from had none of them, are unknown here, but not there. For model_type qwen2 AutoTokenizer splits text as
     Qwen2's own tokenizer does, whatever tokenizer.json says: PreTrainedTokenizerFast.from_pretrained reads it.
     """
+    kind, writes = config.kind, config.kind != "encoder" and getattr(config, "head", "language") == "language"
     if tokenizer.template is None:
         bos, eos = (tokenizer.bos_id,), (tokenizer.eos_id,)
-        before, after = {"encoder": (bos, eos), "encoder-decoder": ((), eos), "decoder": (bos, ())}[kind]
+        before = () if kind == "encoder-decoder" else bos
+        after = () if kind == "decoder" and writes else eos
         settings: dict[str, Any] = {} if kind == "encoder" else {"model_input_names": ["input_ids", "attention_mask"]}
         tokenizer = tokenizer.with_template(before, after, settings | {"padding_side": _SIDE[kind]})
     tokenizer.save(directory / "tokenizer.json")
-    if kind != "encoder":
+    if writes:
         start = "decoder_start_token_id" if kind == "encoder-decoder" else "bos_token_id"
         ids = {start: tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
         (directory / GENERATION).write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
