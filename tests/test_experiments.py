@@ -2,26 +2,66 @@
 
 import gzip
 import json
+import lzma
 import os
 import runpy
+import zipfile
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 import tyro
 
-from experiments import dates, multi30k, multi30k_bpe, parallel_text
+from experiments import (
+    bert_mlm,
+    dates,
+    gpt_shakespeare,
+    gpt_wikitext,
+    multi30k,
+    multi30k_bpe,
+    parallel_text,
+    sst2,
+    t5_span,
+    t5_tasks,
+)
+from tests.train.test_pretrained import bert_directory
 from tfm_jax.config import Run
 from tfm_jax.data.sources import read_splits
+from tfm_jax.decode.predict import predict
 from tfm_jax.models.transformer import TransformerConfig
 from tfm_jax.train import evaluate, loop
-from tfm_jax.train.run import load
+from tfm_jax.train.run import load, read_config
 
-EXPERIMENTS = {"dates": dates, "multi30k": multi30k, "parallel_text": parallel_text}
-SMALL = """
---train.steps 2 --train.log-every 1 --model.d-model 8 --model.d-ff 8 --model.num-heads 2 --model.num-encoder-layers 1
---model.num-decoder-layers 1 --data.num-buckets 1 --data.rows-multiple 1 --decode.beams 1 --decode.max-new-tokens 9
+EXPERIMENTS = {
+    "bert_mlm": bert_mlm,
+    "dates": dates,
+    "gpt_shakespeare": gpt_shakespeare,
+    "gpt_wikitext": gpt_wikitext,
+    "multi30k": multi30k,
+    "parallel_text": parallel_text,
+    "sst2": sst2,
+    "t5_span": t5_span,
+    "t5_tasks": t5_tasks,
+}
+# --data.dir names their folder, and this is in it
+NEEDS_FOLDER = {
+    "bert_mlm": "wiki.train.tokens.xz",
+    "gpt_shakespeare": "input.txt",
+    "gpt_wikitext": "wiki.train.tokens.xz",
+    "multi30k": "train.lc.norm.tok.en.gz",
+    "sst2": "train.tsv.gz",
+    "t5_span": "wiki.train.tokens.xz",
+    "t5_tasks": "deu-eng.zip",
+}
+ONE_STACK = """
+--train.steps 2 --train.log-every 1 --model.d-model 8 --model.d-ff 8 --model.num-heads 2 --data.num-buckets 1
+--data.rows-multiple 1 --decode.max-new-tokens 9
 """
+SMALL = f"{ONE_STACK} --model.num-encoder-layers 1 --model.num-decoder-layers 1 --decode.beams 1"
+SHORT = "--model.max-length 47 --data.max-length 47 --data.tokens-per-batch 188"
 BYTES = "--model.vocab-size 260 --model.max-length 128 --data.max-length 128 --data.tokens-per-batch 256"
 FITTED = {"steps", "train_seconds", "tokens_per_second", "parameters", "validation_loss", "dropped_examples"}
 PAIRS = [
@@ -32,10 +72,19 @@ PAIRS = [
 ]
 
 
-def run(experiment, directory, arguments=""):
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Nearly all the time goes into compiling, and XLA's optimisations double it."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def run(experiment, directory, arguments="", *, small=SMALL):
     """Train in `directory` with the command line's overrides; gives result.json."""
-    arguments = [*SMALL.split(), *arguments.split(), "--run-dir", str(directory)]
-    experiment.main(tyro.cli(Run[TransformerConfig], default=experiment.CONFIG, args=arguments))
+    arguments = [*small.split(), *arguments.split(), "--run-dir", str(directory)]
+    kind = Run[type(experiment.CONFIG.model)]
+    experiment.main(tyro.cli(kind, default=experiment.CONFIG, args=arguments))
     result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
     assert set(result) >= FITTED
     assert result["steps"] == 2 and result["train_seconds"] > 0 and result["tokens_per_second"] > 0
@@ -44,7 +93,7 @@ def run(experiment, directory, arguments=""):
 
 
 def write(path, lines, *, open=open):
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True, parents=True)
     with open(path, "wt", encoding="utf-8") as file:
         file.writelines(f"{line}\n" for line in lines)
 
@@ -67,7 +116,8 @@ def test_importing_an_experiment_does_nothing(name, tmp_path, monkeypatch, capfd
 @pytest.fixture
 def no_alignments(monkeypatch):
     """Every picture of attention compiles for as long as the rest of a test; one experiment draws them."""
-    monkeypatch.setattr(evaluate, "plot_alignments", lambda *_, **__: None)
+    for name in ("plot_alignments", "plot_heads"):
+        monkeypatch.setattr(evaluate, name, lambda *_, **__: None)
 
 
 def test_dates(tmp_path, no_alignments):
@@ -93,13 +143,176 @@ def test_multi30k(tmp_path, no_alignments):
     assert len(lines_of(tmp_path / "run" / "hypotheses.txt")) == 3
 
 
-def test_multi30k_without_its_data_says_what_to_give(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", NEEDS_FOLDER)
+def test_without_its_data_an_experiment_says_what_to_give(name, tmp_path, monkeypatch):
+    """In one line; in a folder without the file it names the file. Nothing is written."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="--data.dir DIR"):
-        multi30k.main(multi30k.CONFIG)
-    with pytest.raises(FileNotFoundError, match="train.lc.norm.tok.en.gz"):
-        multi30k.main(replace(multi30k.CONFIG, data=replace(multi30k.CONFIG.data, dir=str(tmp_path))))
+    experiment, config = EXPERIMENTS[name], EXPERIMENTS[name].CONFIG
+    with pytest.raises(SystemExit, match="--data.dir DIR") as end:
+        experiment.main(config)
+    assert "\n" not in end.value.code
+    monkeypatch.setattr(sst2, "installed", lambda: str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=NEEDS_FOLDER[name]):
+        experiment.main(replace(config, data=replace(config.data, dir=str(tmp_path))))
     assert not os.listdir()
+
+
+# --- the recipes on real text, in small ---
+
+PROSE = """\
+ = The cat =
+
+ The cat sat on the mat , and the dog ran .
+ In the 19th century the cats ran after dogs .
+
+ = = History = =
+ A dog is no cat , and a cat is no dog ; both sit on mats .
+""".split("\n")
+
+
+@pytest.fixture
+def wiki(tmp_path):
+    """A folder with what WikiText's files are called."""
+    for name, lines in {"train": PROSE * 3, "valid": PROSE}.items():
+        write(tmp_path / "data" / f"wiki.{name}.tokens.xz", lines, open=lzma.open)
+    return tmp_path / "data"
+
+
+def test_bert_mlm(wiki, tmp_path, capsys):
+    result = run(
+        bert_mlm,
+        tmp_path / "run",
+        f"{SHORT} --model.num-layers 1 --model.vocab-size 97 --data.dir {wiki}",
+        small=ONE_STACK,
+    )
+    assert set(result) >= {"loss", "accuracy", "commonest_token_accuracy"}
+    assert 0.0 <= result["accuracy"] <= 1.0 and 0.0 < result["commonest_token_accuracy"] < 1.0
+    shown = capsys.readouterr().out
+    assert " times that of the guess" in shown and "\n<s> " in shown and " | " in shown
+
+
+def test_gpt_wikitext(wiki, tmp_path, capsys):
+    """Its words are those between spaces, with the end of each line."""
+    arguments = f"{SHORT} --model.num-layers 1 --model.vocab-size 270 --data.dir {wiki}"
+    result = run(gpt_wikitext, tmp_path / "run", arguments, small=ONE_STACK)
+    assert result["evaluated_words"] == sum(len(line.split()) + 1 for line in PROSE)
+    nats = result["nats_per_token"] * result["evaluated_tokens"]
+    assert result["perplexity_per_word"] == pytest.approx(np.exp(nats / result["evaluated_words"]))
+    shown = capsys.readouterr().out
+    assert all(f"\n{prompt}|" in shown for prompt in (" The game was", " In the 19th century ,", " = = History = ="))
+
+
+def test_gpt_shakespeare(tmp_path, monkeypatch, capsys):
+    """The model learns from the first nine tenths of all characters and is measured on the others, with an end."""
+    text = "\n".join([f"ROMEO:\nLine {i}, so be it.\n" for i in range(40)])
+    write(tmp_path / "data" / "input.txt", text.split("\n"))
+    text, texts, fit = text + "\n", [], gpt_shakespeare.fit
+    monkeypatch.setattr(gpt_shakespeare, "fit", lambda run, **given: texts.append(given) or fit(run, **given))
+    arguments = f"{SHORT} --model.num-layers 1 --data.dir {tmp_path / 'data'}"
+    result = run(gpt_shakespeare, tmp_path / "run", arguments, small=ONE_STACK)
+    cut = len(text) * 9 // 10
+    assert texts[0]["train"].source == [text[:cut]] and texts[0]["validation"].source == [text[cut:]]
+    assert result["evaluated_tokens"] == len(text) - cut + 1 and result["nats_per_token"] > 0
+    assert "\n\nROMEO:\n|" in capsys.readouterr().out
+
+
+def test_t5_span(wiki, tmp_path, capsys):
+    arguments = f"{SHORT} --model.vocab-size 97 --data.corruption.sentinels 11 --data.dir {wiki}"
+    result = run(t5_span, tmp_path / "run", arguments)
+    assert result["loss"] > 0 and 0.0 < result["unigram_entropy"] < np.log(97)
+    shown = capsys.readouterr().out
+    assert "\nread " in shown and "\nrestored " in shown and "<extra_id_0>" in shown
+
+
+REVIEWS = [("a good film", 1), ("bad", 0), ("a dog", 1), ("no good", 0), ("a dead film", 0), ("lead on", 1)]
+
+
+def write_reviews(folder):
+    for name, count in {"train": 5, "heldout": 2, "dev": 1}.items():
+        rows = [f"{text}\t{label}" for text, label in REVIEWS * count]
+        write(folder / f"{name}.tsv.gz", ["sentence\tlabel", *rows], open=gzip.open)
+
+
+def test_sst2(tmp_path, capsys):
+    """A checkpoint of Hugging Face in, one out: it says of every line what the run says of it."""
+    write_reviews(tmp_path / "data")
+    theirs = bert_directory(tmp_path / "theirs")
+    sizes = "--model.vocab-size 41 --model.num-layers 2 --model.d-ff 13 --model.num-heads 4 --model.norm-eps 0.0002"
+    lengths = "--model.max-length 24 --data.max-length 24 --data.tokens-per-batch 192"
+    folders = f"--data.dir {tmp_path / 'data'} --train.init-from {theirs}"
+    result = run(sst2, tmp_path / "run", f"{sizes} {lengths} {folders}", small=ONE_STACK)
+    assert result["examples"] == len(REVIEWS)
+    own, written = (load(tmp_path / "run" / name) for name in ("", "huggingface"))
+    lines = [text for text, _ in REVIEWS]
+    numbers = predict(*own, lines)
+    np.testing.assert_array_equal(predict(*written, lines), numbers)
+    best = numbers.argmax(axis=1)
+    assert result["accuracy"] == pytest.approx(np.mean(best == [label for _, label in REVIEWS]))
+    assert written[0].config.labels == ("negative", "positive") and written[2].template == ((2,), (3,))
+    rows = lines_of(tmp_path / "run" / "predictions.tsv")[1:]
+    assert rows == [
+        f"{own[0].config.labels[i]}\t{own[0].config.labels[label]}\t{text}"
+        for i, (text, label) in zip(best, REVIEWS, strict=True)
+    ]
+    train = read_config(tmp_path / "run").train
+    assert (train.init_from, train.init_partial) == (str(theirs), True)
+    assert "a good film" in capsys.readouterr().out
+
+
+def test_sst2_without_a_checkpoint_says_what_to_give(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sst2, "installed", lambda: "")
+    with pytest.raises(SystemExit, match="--train.init-from DIRECTORY, or pip install"):
+        sst2.main(replace(sst2.CONFIG, data=replace(sst2.CONFIG.data, dir=str(tmp_path))))
+    assert not os.listdir()
+
+
+@pytest.fixture
+def tasks(tmp_path, monkeypatch):
+    """A folder with sentence pairs and reviews, of which 13 English sentences are scored."""
+    monkeypatch.setattr(t5_tasks, "HELD_OUT", 13)
+    pairs = [(f"I see {i} dogs", f"ich sehe {i} hunde") for i in range(540)]
+    pairs += [(english, f"da sind {i} hunde") for i, (english, _) in enumerate(pairs)]
+    pairs += [("one two three four five six seven eight nine", "neun"), (" a b c d e f g h ", "acht")]
+    folder = tmp_path / "data"
+    write_reviews(folder / "sst2")
+    (folder / "tatoeba_deu_eng").mkdir()
+    with zipfile.ZipFile(folder / "tatoeba_deu_eng" / "deu-eng.zip", "w") as file:
+        file.writestr(
+            "deu.txt", "".join(f"{english}\t{german}\tsource {i}\n" for i, (english, german) in enumerate(pairs))
+        )
+    return folder, pairs
+
+
+def test_t5_tasks(tasks, tmp_path, no_alignments, capsys):
+    arguments = f"{SHORT} --data.tokens-per-batch 940 --model.vocab-size 97 --data.dir {tasks[0]}"
+    result = run(t5_tasks, tmp_path / "run", arguments)
+    assert set(result) >= {"bleu", "bleu_signature", "chrf", "sst2_accuracy"}
+    assert 0.0 <= result["bleu"] <= 100.0 and 0.0 <= result["sst2_accuracy"] <= 1.0
+    assert len(lines_of(tmp_path / "run" / "hypotheses.txt")) == 13
+    shown = capsys.readouterr().out
+    assert "source     translate: I see " in shown and "  review: a good film\n" in shown
+
+
+def test_no_scored_sentence_of_t5_tasks_is_learned(tasks):
+    """Whatever its translation is; of several it is scored against the first, and long ones are neither."""
+    folder, pairs = tasks
+    train, validation, test = t5_tasks.translations(replace(t5_tasks.CONFIG.data, dir=str(folder)))
+    assert (len(validation), len(test)) == (500, 13)
+    english = [set(text.source) for text in (train, validation, test)]
+    assert sum(map(len, english)) == len(set().union(*english)) == 541
+    assert len(train) == 2 * len(english[0]) - ("translate: a b c d e f g h" in english[0])
+    first = {f"translate: {one.strip()}": other for one, other in reversed(pairs)}
+    for text in (validation, test):
+        assert text.target == [first[source] for source in text.source]
+    known = {(f"translate: {one.strip()}", other) for one, other in pairs}
+    assert set(zip(train.source, train.target, strict=True)) <= known
+
+
+def test_reviews_of_t5_tasks_are_answered_by_words(tasks):
+    text = t5_tasks.reviews(replace(t5_tasks.CONFIG.data, dir=str(tasks[0])), "heldout")
+    words = Counter(zip(text.source, text.target, strict=True))
+    assert words == {(f"review: {line}", ("negative", "positive")[label]): 2 for line, label in REVIEWS}
 
 
 def test_parallel_text(tmp_path):

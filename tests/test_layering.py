@@ -26,6 +26,7 @@ OURS = {
     "decode": LOW | {"models"},
     "decode.text": LOW | {"models", "data"},
     "decode.score": LOW | {"models", "data"},
+    "decode.predict": LOW | {"models", "data"},
     "hf": {"config", "sharding", "models", "data.tokenizer"},
     "train": BELOW_TRAIN,
     "oracle": ALL | ORACLES,

@@ -1,7 +1,9 @@
 """The command line: as many lines out as in, scores as JSON, and errors in one line."""
 
+import dataclasses
 import functools
 import json
+import math
 import os
 import re
 import shutil
@@ -11,20 +13,25 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 import tfm_jax
+from tests.decode.test_predict import lively
 from tests.decode.test_text import KNOWN, language_model
 from tests.hf.test_text import directory_of, random_params, settle, small
 from tests.train.killed_run import TRAIN, VALIDATION, tiny_run
+from tests.train.test_pretrained import MODEL, bert_directory
 from tfm_jax import __main__ as command_line
 from tfm_jax import equivalence, hf
 from tfm_jax.config import Data, Decode, Run, Train
 from tfm_jax.data.batches import make_batches, make_tokenizer
 from tfm_jax.data.sources import read_split
 from tfm_jax.data.tokenizer import Tokenizer
+from tfm_jax.decode.predict import predict
 from tfm_jax.decode.text import BLANK, Output, complete, translate
 from tfm_jax.equivalence_cases import Case
+from tfm_jax.models import build
 from tfm_jax.ops.attention import IMPLEMENTATIONS
 from tfm_jax.train import loop
 from tfm_jax.train.checkpoint import save_params
@@ -436,6 +443,87 @@ def test_what_is_no_model_is_said_in_a_line(theirs, call, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+# --- classify ---
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory):
+    """(kind, head) -> directory of a small model that reads lines, which is only read."""
+    folder = tmp_path_factory.mktemp("judge")
+
+    @functools.cache
+    def directory(kind, head):
+        tokenizer = Tokenizer.train(TEXTS, kind="characters", vocab_size=53)
+        labels = {"sequence": ("bad", "so so"), "regression": ("x", "y")}.get(head, ())
+        config = dataclasses.replace(MODEL, vocab_size=tokenizer.vocab_size, head=head, labels=labels)
+        model = build(config)
+        run = Run(
+            config, Train(steps=1), str(folder / f"{kind} {head}"), Data(max_length=24), decode=Decode(max_new_tokens=1)
+        )
+        params = lively(model)
+        if head == "sequence":  # so that the line alone decides
+            params["classifier"]["dense_bias"] -= predict(model, params, tokenizer, JUDGED).mean(axis=0)
+        if kind == "run":
+            save_params(open_run(run, tokenizer) / PARAMETERS, params)
+        else:
+            hf.save(run.run_dir, model, params, tokenizer)
+        return run.run_dir
+
+    return directory
+
+
+JUDGED = ["a sun", "", "the rain", "\u2028", " in a\t", "a sun", "é"]
+
+
+@pytest.mark.parametrize("kind", ["run", "hf"])
+def test_classify_says_the_label_of_each_line(judge, call, kind):
+    """B42: a label and its probability for every line, blank ones too; ends of Windows, and none of the last line."""
+    directory = judge(kind, "sequence")
+    code, out = call("classify", "--run", directory, stdin="\r\n".join(JUDGED).encode())
+    lines = out.decode().split("\n")
+    assert code == 0 and lines.pop() == "" and len(lines) == len(JUDGED) and lines[0] == lines[5]
+    for line, row in zip(lines, predict(*load(directory), JUDGED).astype(float), strict=True):
+        label, share = line.split("\t")
+        two = [math.exp(number) for number in row]
+        assert label == ("bad", "so so")[two.index(max(two))]
+        assert float(share) == pytest.approx(max(two) / sum(two), abs=6e-6)
+    assert len({line.split("\t")[0] for line in lines}) == 2
+
+
+def test_classify_says_the_numbers_of_each_line(judge, call):
+    for kind in ("run", "hf"):
+        directory = judge(kind, "regression")
+        code, out = call("classify", "--run", directory, stdin=b"a sun\nthe rain\n")
+        found = predict(*load(directory), ["a sun", "the rain"])
+        assert code == 0 and out.decode() == "".join(f"{x:.5f}\t{y:.5f}\n" for x, y in found)
+        assert len(set(found.reshape(-1).tolist())) == 4
+
+
+def test_classify_of_nothing_is_nothing(judge, call):
+    assert call("classify", "--run", judge("run", "sequence")) == (0, b"")
+
+
+def test_the_probability_of_large_numbers_is_a_number(judge, call, monkeypatch):
+    monkeypatch.setattr(command_line, "predict", lambda *_, **__: np.array([[-2000.0, 1000.0]], np.float32))
+    assert call("classify", "--run", judge("run", "sequence"), stdin=b"a\n") == (0, b"so so\t1.00000\n")
+
+
+def test_what_classify_cannot_do_is_said_in_a_line(judge, directory, theirs, call, tmp_path):
+    for run, said in [
+        (judge("run", "pooled"), "a 'bert' model with head 'pooled' has no labels for a line"),
+        (judge("run", "embedding"), "with head 'embedding' has no labels"),
+        (judge("run", "masked"), "a 'bert' model with head 'masked' has no labels for a line"),
+        (theirs("gpt2"), "a 'gpt' model with head 'language' has no labels for a line"),
+        (directory, "a 'transformer' model with head None has no labels for a line"),
+        (tmp_path, "holds no run"),
+    ]:
+        code, out = call("classify", "--run", run, stdin=b"a\n")
+        assert code.startswith("error: ") and said in code and "\n" not in code and out == b"", run
+    for stdin, said in [(b"a\n" + b"a" * 23 + b"\n", "stdin:2: the line has 25 tokens"), (b"a\n\xff\n", "stdin:2: ")]:
+        code, out = call("classify", "--run", judge("run", "sequence"), stdin=stdin)
+        assert code.startswith("error: ") and said in code and "\n" not in code and out == b""
+
+
 # --- data ---
 
 
@@ -493,6 +581,27 @@ def test_data_takes_the_vocabulary_of_the_run(written, call, tmp_path):
     # of 4 x (1 + 2 + ... + 7) letters 28 are a and 24 b, of 4 x (1 + 1 + 2 + 2 + 3 + 3 + 4) 28 are a
     assert f"unknown tokens: {60 / 112:.2%} of the first text, {36 / 64:.2%} of the second\n" in out.decode()
     assert (tmp_path / "x.png").exists() and not (run / "data.png").exists() and b"row 0" not in out
+
+
+@pytest.mark.parametrize("kind", ["hf", "run"])
+def test_data_takes_the_vocabulary_that_the_run_begins_with(call, tmp_path, monkeypatch, kind):
+    """And learns none: a run that has no vocabulary yet will have that of train.init_from."""
+    theirs = bert_directory(tmp_path / "theirs")
+    if kind == "run":
+        theirs = shutil.copytree(theirs, tmp_path / "run")
+        run = {"model": {"family": "bert", "vocab_size": 41}, "train": {"steps": 1}, "run_dir": "nowhere"}
+        (theirs / "config.json").write_text(json.dumps(run))
+    (tmp_path / "reviews").write_text("sentence\tlabel\n" + "a good film\t1\nbad [SEP]\t0\n" * 9)
+    data = {"format": "tsv", "features": ["sentence"], "label": "label", "train_source": str(tmp_path / "reviews")}
+    data |= {"max_length": 24, "tokens_per_batch": 96, "validation_source": str(tmp_path / "reviews")}
+    model = {"family": "bert", "vocab_size": 41, "max_length": 24, "head": "sequence", "labels": ["x", "y"]}
+    run = {"model": model, "train": {"steps": 1, "init_from": str(theirs)}, "run_dir": "no", "data": data}
+    (tmp_path / "mine.json").write_text(json.dumps(run | {"decode": {"max_new_tokens": 7}}))
+    monkeypatch.setattr(command_line, "make_tokenizer", lambda *_, **__: pytest.fail("a vocabulary was learned"))
+    code, out = call("data", "--config", tmp_path / "mine.json", "--batches", 1, "--rows", 4, "--seconds", 0)
+    assert code == 0, code
+    assert out.decode().startswith(f"vocabulary: 41 entries, that of {theirs}\n\n")
+    assert re.search(r"  text +\[CLS\] bad \[UNK\] \[UNK\] \[UNK\] \[SEP\]\n  label +0\n", out.decode())
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ _HOME = {
     "load": "tfm_jax.train.run",
     "log_likelihood": "tfm_jax.decode.score",
     "perplexity": "tfm_jax.decode.score",
+    "predict": "tfm_jax.decode.predict",
     "score_targets": "tfm_jax.decode.score",
     "stream": "tfm_jax.decode.text",
     "transformer_base": "tfm_jax.models.transformer",

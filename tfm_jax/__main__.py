@@ -1,4 +1,4 @@
-"""The command line: `python -m tfm_jax translate --run DIR < in > out`, `python -m tfm_jax generate --run DIR ...`."""
+"""The command line: `python -m tfm_jax translate --run DIR < in > out`, and so generate, classify, evaluate, ..."""
 
 import json
 import sys
@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 import tyro
 
 from tfm_jax import hf
@@ -14,6 +15,7 @@ from tfm_jax.data.batches import make_batches, make_tokenizer
 from tfm_jax.data.look import describe, look_at_splits, measure_rate, shape_uses, show_batches, side_names
 from tfm_jax.data.sources import read_parallel, read_splits, split_lines
 from tfm_jax.data.tokenizer import Tokenizer
+from tfm_jax.decode.predict import predict
 from tfm_jax.decode.sampling import GREEDY, Sampling
 from tfm_jax.decode.text import BLANK, one_line
 from tfm_jax.decode.text import stream as stream_text
@@ -22,6 +24,7 @@ from tfm_jax.equivalence import compact, mismatches, save, table
 from tfm_jax.plan import cache_bytes, find_model, parameter_layout, unit
 from tfm_jax.train.checkpoint import DamagedCheckpoint
 from tfm_jax.train.evaluate import evaluate_translation
+from tfm_jax.train.pretrained import read_vocabulary
 from tfm_jax.train.report import LineCounter, plot_data
 from tfm_jax.train.run import TOKENIZER, decode_settings, is_hf, load, read_config, read_config_file
 
@@ -85,6 +88,32 @@ def generate(
     sys.stdout.buffer.write(b"\n")
 
 
+def classify(run: str) -> None:
+    """Write what a model says of each line of stdin: n lines in, n lines out, in order, without the text.
+
+    A line of a model with head sequence is the likeliest label, a tab and its probability; of one with head regression
+    its numbers, with tabs between them.
+
+    Args:
+        run: Directory of the run that trained the model, or of a Hugging Face model.
+    """
+    model, params, tokenizer = load(run)
+    head, labels = getattr(model.config, "head", None), getattr(model.config, "labels", ())
+    if head not in ("sequence", "regression"):
+        raise ValueError(f"a {model.config.family!r} model with head {head!r} has no labels for a line: give another")
+    lines = split_lines(sys.stdin.buffer.read(), "stdin")
+    with LineCounter("reading", len(lines)) as counter:
+        where = lambda i: f"stdin:{i + 1}"  # noqa: E731
+        rows = predict(model, params, tokenizer, lines, where=where, progress=counter.update).astype(np.float64)
+    for row in rows:
+        if head == "regression":
+            said = [f"{number:.5f}" for number in row]
+        else:
+            said = [labels[row.argmax()], f"{1 / np.exp(row - row.max()).sum():.5f}"]
+        line = one_line("\t".join(said))
+        sys.stdout.buffer.write(f"{line}\n".encode())
+
+
 def evaluate(run: str, source: str, target: str, beams: int | None = None) -> None:
     """Translate a file and print its scores as JSON: bleu with its signature, chrf, exact_match.
 
@@ -120,6 +149,8 @@ def data(config: str, batches: int = 2, rows: int = 3, seconds: float = 2.0, png
     texts = read_splits(run.data)
     if (folder / TOKENIZER).exists():
         tokenizer, origin = Tokenizer.load(folder / TOKENIZER), str(folder / TOKENIZER)
+    elif run.train.init_from:
+        tokenizer, origin = read_vocabulary(run.train.init_from), f"that of {run.train.init_from}"
     else:
         _note("making the vocabulary")
         tokenizer = make_tokenizer(run.data, texts["train"], vocab_size=run.model.vocab_size)
@@ -225,6 +256,7 @@ def _decode(run: str, **changes: int | float | None) -> Decode:
 COMMANDS = {
     "translate": translate,
     "generate": generate,
+    "classify": classify,
     "evaluate": evaluate,
     "data": data,
     "equivalence": equivalence,

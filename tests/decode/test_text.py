@@ -20,7 +20,7 @@ from tfm_jax.models import build
 from tfm_jax.models.gpt import GPTConfig
 from tfm_jax.models.transformer import Dropout, TransformerConfig
 from tfm_jax.sharding import make_mesh
-from tfm_jax.train.losses import LanguageModel
+from tfm_jax.train.objectives import LanguageModel
 from tfm_jax.train.step import init_state, train_step
 
 CONFIG = TransformerConfig(

@@ -14,7 +14,7 @@ from tfm_jax.decode.text import require_encoder, require_no_encoder
 from tfm_jax.models import build
 from tfm_jax.models.architecture import Dropout
 from tfm_jax.models.bert import BERTConfig
-from tfm_jax.train.losses import LanguageModel, objective_of
+from tfm_jax.train.objectives import LanguageModel, objective_of
 
 V, B, T, D = 13, 2, 7, 12
 PLAIN = BERTConfig(

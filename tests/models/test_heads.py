@@ -16,7 +16,7 @@ from tfm_jax.models import build
 from tfm_jax.models.architecture import Dropout
 from tfm_jax.models.bert import BERTConfig
 from tfm_jax.models.gpt import GPTConfig
-from tfm_jax.train.losses import objective_of
+from tfm_jax.train.objectives import objective_of
 
 V, B, T, D = 13, 2, 7, 12
 LABELS = ("bad", "good", "so-so")

@@ -23,7 +23,7 @@ from tfm_jax.ops import Rotary, Splash
 from tfm_jax.ops.attention import IMPLEMENTATIONS
 from tfm_jax.sharding import make_mesh
 from tfm_jax.train.checkpoint import load_params, save_params
-from tfm_jax.train.losses import LanguageModel, TextToText
+from tfm_jax.train.objectives import LanguageModel, TextToText
 from tfm_jax.train.optim import make_optimizer
 from tfm_jax.train.step import TrainState, abstract_params, train_step
 

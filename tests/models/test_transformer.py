@@ -25,7 +25,7 @@ from tfm_jax.models.transformer import (
 )
 from tfm_jax.sharding import make_mesh
 from tfm_jax.train.checkpoint import load_params, save_params
-from tfm_jax.train.losses import TextToText
+from tfm_jax.train.objectives import TextToText
 from tfm_jax.train.step import abstract_params, init_state, train_step
 
 V, D, N, H, E, F, MAX = 23, 14, 2, 7, 5, 17, 19

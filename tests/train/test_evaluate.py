@@ -1,30 +1,53 @@
 """Measuring: losses over exactly the examples there are, and scores that mean what they are called (B43, B53)."""
 
+import functools
+import math
+from collections import Counter
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
+from tests.decode.test_predict import lively
+from tests.hf.test_text import small
 from tests.train.killed_run import MODEL
 from tfm_jax.config import Corruption, Data, Decode, Mesh, Run, Train
 from tfm_jax.data.batches import Batches
-from tfm_jax.data.examples import Examples
-from tfm_jax.data.sources import parallel
+from tfm_jax.data.examples import Examples, encode
+from tfm_jax.data.sources import Text, parallel
 from tfm_jax.data.tasks import Pairs, Ragged, Special
 from tfm_jax.data.tokenizer import Tokenizer
-from tfm_jax.decode.text import Output
-from tfm_jax.models import build
+from tfm_jax.decode.sampling import Sampling
+from tfm_jax.decode.text import Output, complete
+from tfm_jax.models import BERTConfig, build
 from tfm_jax.sharding import make_mesh
 from tfm_jax.train import evaluate
-from tfm_jax.train.evaluate import conclude, evaluate_loss, evaluate_translation, score_translations
-from tfm_jax.train.losses import TextToText
+from tfm_jax.train.evaluate import (
+    conclude,
+    conclude_labels,
+    conclude_language,
+    conclude_masked,
+    conclude_spans,
+    evaluate_loss,
+    evaluate_translation,
+    score_translations,
+)
+from tfm_jax.train.objectives import TextToText
 from tfm_jax.train.run import Fitted
 from tfm_jax.train.step import abstract_params
 
 SMOOTHING = 0.1
 REFERENCES = ["Hello, world.", "It's a test."]
 TOKENISED = ["Hello , world .", "It 's a test ."]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Nearly all the time goes into compiling, and XLA's optimisations double it."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
@@ -215,3 +238,182 @@ def test_a_line_that_is_too_long_may_be_left_out_and_is_counted(model, params, t
     decode = replace(Decode(beams=1), max_new_tokens=5)
     scores, hypotheses = evaluate_translation(model, params, tokenizer, text, decode=decode, too_long="drop")
     assert scores["too_long_lines"] == 1 and hypotheses[1] == ""
+
+
+# --- at the end of a run of each kind ---
+
+LINES = ["the rain in may", "", "on a mat sat a cat", "a man", "ten men at sea  sat", "hot tea"]
+WORDS = 4 + 0 + 6 + 2 + 5 + 2 + len(LINES)
+LABELS = ("low", "mid", "high")
+LABELLED = {"max_length": 29, "format": "tsv", "features": ("text",), "label": "label"}
+
+
+def fitted_of(directory, model, tokenizer, *, mesh=None, **data):
+    """A run that has ended, in the directory, with parameters laid out over its mesh."""
+    data = Data(**{"tokens_per_batch": 116, "num_buckets": 2, "rows_multiple": 4} | data)
+    decode = Decode(beams=1, max_new_tokens=5)
+    run = Run(model.config, Train(steps=1), str(directory), data, decode=decode, mesh=mesh or Mesh())
+    shapes = abstract_params(model, make_mesh(run.mesh))
+    params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), lively(model), shapes)
+    return Fitted(run, model, params, tokenizer, summary={})
+
+
+def encoder(tokenizer, head, labels=()):
+    sizes = {"num_layers": 1, "d_model": 8, "d_ff": 13, "num_heads": 2, "max_length": 29}
+    return build(BERTConfig(tokenizer.vocab_size, **sizes, head=head, labels=labels))
+
+
+def scored(model, params, tokens, *, targets, chosen, source=None):
+    """(nats, right) summed over the chosen places of one row, from the logits in float64."""
+    length = model.config.max_length
+    sides = [np.array(ids, np.int32) for ids in ((tokens,) if source is None else (source, tokens))]
+    rows = [np.pad(ids, (0, length - len(ids)))[None] for ids in sides]  # one length: each compiles
+    live = [(np.arange(length) < len(ids)).astype(np.int32)[None] for ids in sides]
+    segments = dict(zip(("segment_ids", "source_segment_ids"), reversed(live), strict=False))
+    logits = np.asarray(applied(model, params, *rows, **segments)[0, : len(tokens)], np.float64)
+    log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    at = np.flatnonzero(chosen)
+    return -log_probs[at, targets[at]].sum(), (logits.argmax(axis=-1)[at] == targets[at]).sum()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def applied(model, params, *tokens, **inputs):
+    return model.apply(params, *tokens, **inputs)
+
+
+def by_hand(fitted, text):
+    """nats and right targets a target token, and how often each id is a target: each example in a row of its own."""
+    examples = encode(text, fitted.tokenizer, fitted.run.data, vocab_size=fitted.model.config.vocab_size)
+    nats, right, counts = 0.0, 0, Counter()
+    for i in range(len(examples)):
+        source, tokens, targets, predicted, _ = examples.make(i, seed=fitted.run.data.seed, epoch=0)
+        chosen = np.ones(len(targets), bool) if predicted is None else predicted
+        what = {"targets": targets, "chosen": chosen, "source": source}
+        one, other = scored(fitted.model, fitted.params, tokens, **what)
+        nats, right = nats + one, right + other
+        counts.update(targets[chosen].tolist())
+    return nats / counts.total(), right / counts.total(), counts
+
+
+def test_labels_are_counted_and_written(tmp_path, capsys):
+    """accuracy is the share of lines whose largest number is that of their label; the text of a line stays a line."""
+    tokenizer = Tokenizer.train(LINES, kind="characters", vocab_size=41)
+    model = encoder(tokenizer, "sequence", LABELS)
+    fitted = fitted_of(tmp_path, model, tokenizer, **LABELLED)
+    lines = ["a man", "", "hot t", "in", "at sea", "no", "a hat", "on", "i sat"]  # of few lengths: each compiles
+    rows = [[tokenizer.bos_id, *ids, tokenizer.eos_id] for ids in tokenizer.encode(lines)]
+    numbers = np.stack([applied(model, fitted.params, np.array([ids], np.int32))[0] for ids in rows])
+    fitted.params["classifier"]["dense_bias"] -= numbers.mean(axis=0)  # now a line alone decides
+    best = (numbers - numbers.mean(axis=0)).argmax(axis=1).tolist()
+    labels = np.array([0, 1, 2] * 3, np.int32)
+    right = sum(one == other for one, other in zip(best, labels.tolist(), strict=True))
+    assert 0 < right < 9 and set(best) == {0, 1, 2}
+    scores = conclude_labels(fitted, Text((lines,), ("dev",), labels))
+    assert scores == {"accuracy": pytest.approx(right / 9), "examples": 9}
+    written = (tmp_path / "predictions.tsv").read_text(encoding="utf-8").split("\n")
+    wanted = [f"{LABELS[a]}\t{LABELS[b]}\t{line}" for a, b, line in zip(best, labels, lines, strict=True)]
+    assert written == ["predicted\tlabel\ttext", *wanted, ""]
+    assert f"{LABELS[best[0]]:>12} (label low)  {lines[0]}\n" in capsys.readouterr().out
+
+
+def test_numbers_are_compared_by_their_squares(tmp_path):
+    tokenizer = Tokenizer.train(LINES, kind="characters", vocab_size=41)
+    model = encoder(tokenizer, "regression", ("score",))
+    fitted = fitted_of(tmp_path, model, tokenizer, **LABELLED)
+    lines = ["a man", "", "hot t", "a hat", "on it", "i sat"]
+    rows = [[tokenizer.bos_id, *ids, tokenizer.eos_id] for ids in tokenizer.encode(lines)]
+    found = [applied(model, fitted.params, np.array([ids], np.int32))[0, 0] for ids in rows]
+    found, values = np.array(found, np.float64), np.array([0.5, -1.0, 2.0, 0.0, 1.25, 3.0], np.float32)
+    scores = conclude_labels(fitted, Text((lines,), ("dev",), values))
+    assert scores == {"mean_squared_error": pytest.approx(((found - values) ** 2).mean(), rel=1e-4), "examples": 6}
+    written = (tmp_path / "predictions.tsv").read_text().split("\n")
+    assert written[1] == f"{found[0]:.3f}\t0.5\ta man"
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (Text((["a", "b"],), ("dev",), np.array([0, -1], np.int32)), "dev:2: label -1 .*is no class of the model"),
+        (Text((["a", "b"],), ("dev",), np.array([3, 0], np.int32)), "dev:1: label 3 .*is no class of the model"),
+        (Text((["a"],), ("dev",), np.array([1.0], np.float32)), "dev:1: label 1.0 .*is no class of the model"),
+        (Text((["a"],), ("dev",)), "dev has no labels"),
+        (Text((["a"], ["b"]), ("dev", "dev"), np.array([1], np.int32)), "dev, dev are two texts in one"),
+    ],
+)
+def test_labels_that_are_none_are_refused(tmp_path, text, said):
+    """GLUE's test files have -1 for what is not told, which must not count as the last class."""
+    tokenizer = Tokenizer.train(LINES, kind="characters", vocab_size=41)
+    fitted = fitted_of(tmp_path, encoder(tokenizer, "sequence", LABELS), tokenizer, **LABELLED)
+    with pytest.raises(ValueError, match=said):
+        conclude_labels(fitted, text)
+
+
+@pytest.mark.parametrize(
+    "batching, mesh", [("blocks", Mesh()), ("packed", Mesh()), ("buckets", Mesh()), ("blocks", Mesh(data=2, fsdp=2))]
+)
+def test_perplexity_is_of_words(tmp_path, capsys, batching, mesh):
+    """B53: all nats, those of the ends too, over the words and an end for each line; blank lines and gaps are no words.
+
+    Second route: every row alone, without padding, in float64.
+    """
+    tokenizer = Tokenizer.train(LINES, kind="characters", vocab_size=41)
+    model = small("decoder", 40)
+    fitted = fitted_of(tmp_path, model, tokenizer, mesh=mesh, max_length=11, too_long="split", batching=batching)
+    text, sampling = Text((LINES,), ("dev",)), Sampling(temperature=0.7, seed=3)
+    nats, _, counts = by_hand(fitted, text)
+    assert counts.total() == sum(map(len, LINES)) + len(LINES)
+    scores = conclude_language(fitted, text, prompts=["a", "the sea"], sampling=sampling)
+    assert scores == {
+        "nats_per_token": pytest.approx(nats, rel=1e-5),
+        "perplexity_per_word": pytest.approx(math.exp(nats * counts.total() / WORDS), rel=1e-4),
+        "evaluated_tokens": counts.total(),
+        "evaluated_words": WORDS,
+    }
+    single = lively(model), tokenizer, ["a", "the sea"]
+    found = complete(model, *single, decode=fitted.run.decode, sampling=sampling)
+    assert f"\na|{found[0][0].text}\n\nthe sea|{found[1][0].text}\n" == capsys.readouterr().out
+
+
+def test_words_that_were_not_measured_are_not_counted(tmp_path):
+    """What is left out as too long would make the perplexity smaller than it is."""
+    tokenizer = Tokenizer.train(LINES, kind="characters", vocab_size=41)
+    fitted = fitted_of(tmp_path, small("decoder", 41), tokenizer, max_length=16, too_long="drop")
+    with pytest.raises(ValueError, match="2 examples of dev are too long and would not be measured: split them"):
+        conclude_language(fitted, Text((LINES,), ("dev",)), prompts=["a"], sampling=Sampling())
+
+
+@pytest.mark.parametrize("batching", ["packed", "buckets"])
+def test_masked_tokens_are_measured_beside_the_commonest(tmp_path, capsys, batching):
+    """The guess is right as often as the commonest of the chosen tokens is chosen; a line for each row is shown."""
+    tokenizer = Tokenizer.train(LINES, kind="characters", vocab_size=41, mask=True)
+    hidden = Corruption("mask", rate=0.4)
+    settings = {"max_length": 29, "batching": batching, "corruption": hidden}
+    fitted = fitted_of(tmp_path, encoder(tokenizer, "masked"), tokenizer, **settings)
+    text = Text((LINES,), ("dev",))
+    nats, right, counts = by_hand(fitted, text)
+    assert conclude_masked(fitted, text) == {
+        "loss": pytest.approx(nats, rel=1e-5),
+        "accuracy": pytest.approx(right),
+        "commonest_token_accuracy": pytest.approx(counts.most_common(1)[0][1] / counts.total()),
+    }
+    shown = [line for line in capsys.readouterr().out.split("\n") if line]
+    assert shown and all(line.startswith("<s> ") and line.endswith(" </s>") for line in shown)
+
+
+@pytest.mark.parametrize("batching", ["packed", "buckets"])
+def test_hidden_runs_are_measured_beside_the_entropy_of_their_tokens(tmp_path, capsys, batching):
+    """In nats, sentinels and ends included, as the loss is; what was read and what is made of it is shown."""
+    tokenizer = Tokenizer.train(LINES, kind="characters", vocab_size=41, sentinels=5)
+    hidden = Corruption("spans", rate=0.3, mean_span=2.0, sentinels=5)
+    settings = {"max_length": 29, "batching": batching, "corruption": hidden}
+    fitted = fitted_of(tmp_path, small("encoder-decoder", tokenizer.vocab_size), tokenizer, **settings)
+    text = Text((LINES,), ("dev",))
+    nats, right, counts = by_hand(fitted, text)
+    shares = [count / counts.total() for count in counts.values()]
+    assert conclude_spans(fitted, text) == {
+        "loss": pytest.approx(nats, rel=1e-5),
+        "accuracy": pytest.approx(right),
+        "unigram_entropy": pytest.approx(-math.fsum(share * math.log(share) for share in shares)),
+    }
+    shown = capsys.readouterr().out
+    assert shown.count("\nread      ") == shown.count("\nrestored  ") > 1 and "<extra_id_0>" in shown

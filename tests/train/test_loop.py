@@ -26,10 +26,9 @@ from tfm_jax.models import build
 from tfm_jax.models.bert import BERTConfig
 from tfm_jax.models.gpt import GPTConfig
 from tfm_jax.sharding import make_mesh
-from tfm_jax.train import loop
-from tfm_jax.train import losses as objectives
+from tfm_jax.train import loop, objectives
 from tfm_jax.train.checkpoint import Checkpoints
-from tfm_jax.train.losses import TextToText
+from tfm_jax.train.objectives import TextToText
 from tfm_jax.train.report import read_metrics
 from tfm_jax.train.run import load
 from tfm_jax.train.step import abstract_params, abstract_state

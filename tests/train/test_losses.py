@@ -9,15 +9,11 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
 from tfm_jax import config
-from tfm_jax.models import build
-from tfm_jax.models.gpt import GPTConfig
-from tfm_jax.models.transformer import Dropout, TransformerConfig
 from tfm_jax.sharding import batch_sharding, make_mesh
 from tfm_jax.train import losses
-from tfm_jax.train.losses import LanguageModel, TextToText
 
 B, T, V = 3, 5, 7
-jitted = jax.jit(losses.cross_entropy, static_argnames="label_smoothing")
+jitted = jax.jit(losses.cross_entropy, static_argnames=("label_smoothing", "z_loss"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,8 +24,8 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-def cross_entropy(*case, label_smoothing=0.0):
-    return losses.cross_entropy(*map(jnp.asarray, case), label_smoothing=label_smoothing)
+def cross_entropy(*case, **options):
+    return losses.cross_entropy(*map(jnp.asarray, case), **options)
 
 
 def accuracy(*case):
@@ -56,20 +52,30 @@ def token_losses(logits, targets, smoothing):
     return -(q * log_p).sum(axis=-1)
 
 
-def naive(logits, targets, weights, smoothing):
+def log_totals(logits):
+    """log sum_v exp logit_v of every position."""
+    logits = logits.astype(np.float64)
+    top = logits.max(axis=-1)
+    return top + np.log(np.exp(logits - top[..., None]).sum(axis=-1))
+
+
+def naive(logits, targets, weights, smoothing, z_loss=0.0):
     """The same for automatic differentiation."""
     q = jax.nn.one_hot(targets, V) * (1 - smoothing) + smoothing / V
-    return -(q * jax.nn.log_softmax(logits) * weights[..., None]).sum()
+    drift = z_loss * jnp.log(jnp.exp(logits).sum(axis=-1)) ** 2
+    return -(q * jax.nn.log_softmax(logits) * weights[..., None]).sum() + (drift * weights).sum()
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 1e-4, 0.3])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.6])
-def test_cross_entropy_is_that_of_numpy(smoothing):
-    """With fractional weights, as a user may give them."""
+def test_cross_entropy_is_that_of_numpy(smoothing, z_loss):
+    """With fractional weights, as a user may give them; z_loss times the square of log sum exp."""
     logits, targets, weights = random_case()
     weights = weights * np.linspace(0.3, 1.9, B * T, dtype=np.float32).reshape(B, T)
-    total, weight = cross_entropy(logits, targets, weights, label_smoothing=smoothing)
+    total, weight = cross_entropy(logits, targets, weights, label_smoothing=smoothing, z_loss=z_loss)
     assert total.dtype == weight.dtype == jnp.float32 and total.shape == weight.shape == ()
-    np.testing.assert_allclose(total, (token_losses(logits, targets, smoothing) * weights).sum(), rtol=1e-5)
+    expected = token_losses(logits, targets, smoothing) + z_loss * log_totals(logits) ** 2
+    np.testing.assert_allclose(total, (expected * weights).sum(), rtol=1e-5)
     np.testing.assert_allclose(weight, weights.sum(), rtol=1e-6)
 
 
@@ -120,13 +126,13 @@ def test_uniform_logits_cost_log_v():
         np.testing.assert_allclose(total / weight, np.log(V), rtol=1e-6)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_gradient_is_that_of_the_plain_formula(smoothing):
+@pytest.mark.parametrize("smoothing, z_loss", [(0.0, 0.0), (0.1, 0.0), (0.0, 0.2), (0.1, 0.2)])
+def test_gradient_is_that_of_the_plain_formula(smoothing, z_loss):
     """I33: against automatic differentiation of the formula written out, under jit too."""
     logits, targets, weights = random_case(2)
     weights = 0.5 * weights
-    ours = lambda x: cross_entropy(x, targets, weights, label_smoothing=smoothing)[0]  # noqa: E731
-    expected = jax.grad(naive)(logits, targets, weights, smoothing)
+    ours = lambda x: cross_entropy(x, targets, weights, label_smoothing=smoothing, z_loss=z_loss)[0]  # noqa: E731
+    expected = jax.grad(naive)(logits, targets, weights, smoothing, z_loss)
     np.testing.assert_allclose(jax.grad(ours)(logits), expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(jax.jit(jax.grad(ours))(logits), expected, rtol=1e-5, atol=1e-6)
 
@@ -134,11 +140,15 @@ def test_gradient_is_that_of_the_plain_formula(smoothing):
 def test_gradient_is_the_slope():
     """I33: central differences of the NumPy formula in float64."""
     logits, targets, weights = random_case(3)
-    gradient = jax.grad(lambda x: cross_entropy(x, targets, weights, label_smoothing=0.1)[0])(logits)
+    gradient = jax.grad(lambda x: cross_entropy(x, targets, weights, label_smoothing=0.1, z_loss=0.2)[0])(logits)
     rng = np.random.default_rng(0)
+
+    def whole(logits):
+        return ((token_losses(logits, targets, 0.1) + 0.2 * log_totals(logits) ** 2) * weights).sum()
+
     for _ in range(5):
         along = rng.standard_normal(logits.shape)
-        up, down = ((token_losses(logits + step * along, targets, 0.1) * weights).sum() for step in (1e-5, -1e-5))
+        up, down = (whole(logits + step * along) for step in (1e-5, -1e-5))
         np.testing.assert_allclose((gradient * along).sum(), (up - down) / 2e-5, rtol=1e-5, atol=1e-5)
 
 
@@ -148,6 +158,31 @@ def test_the_gradient_flows_to_each_input_scale():
     _, pull = jax.vjp(lambda x: cross_entropy(x, targets, weights), logits)
     (once,), (thrice,) = pull((jnp.float32(1.0), jnp.float32(0.0))), pull((jnp.float32(3.0), jnp.float32(7.0)))
     np.testing.assert_allclose(thrice, 3 * once, rtol=1e-6)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_no_z_loss_is_bit_for_bit_the_loss_without(smoothing):
+    """The float32 formula written out, with gradients, and the fused layer's sums: no term, not a term of zero."""
+    logits, targets, weights = map(jnp.asarray, random_case(14))
+
+    def plain(logits):
+        found = jnp.where((weights > 0)[..., None], logits, 0.0)
+        loss = jax.nn.logsumexp(found, axis=-1)
+        loss = loss - (1.0 - smoothing) * jnp.take_along_axis(found, targets[..., None], axis=-1)[..., 0]
+        loss = loss - smoothing * found.mean(axis=-1) if smoothing else loss
+        return jnp.where(weights > 0, loss * weights, 0.0).sum()
+
+    options = {"label_smoothing": smoothing, "z_loss": 0.0}
+    ours = lambda logits: losses.cross_entropy(logits, targets, weights, **options)[0]  # noqa: E731
+    for found, expected in zip(jax.value_and_grad(ours)(logits), jax.value_and_grad(plain)(logits), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    case = linear_case(14)
+    programs = [
+        str(jax.make_jaxpr(jax.grad(lambda x, z=z: linear(x, *case[1:], smoothing, **z)["loss"][0]))(case[0]))
+        for z in ({}, {"z_loss": 0.0}, {"z_loss": 1e-4})
+    ]
+    assert programs[0] == programs[1] != programs[2]
+    assert programs[2].count("square") + programs[2].count("integer_pow") > 0 == programs[1].count("square")
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -194,10 +229,42 @@ def test_a_target_outside_the_vocabulary_is_nan_with_a_weight_and_nothing_withou
     assert accuracy(logits, targets, weights) == (correct[0], correct[1] + 1)
 
 
+@pytest.mark.parametrize("smoothing, z_loss", [(0.0, 0.0), (0.3, 0.2)])
+def test_entries_that_are_not_possible_are_as_if_they_were_not_there(smoothing, z_loss):
+    """Value and gradient are those of the columns that are left, whatever stands in the others."""
+    logits, targets, weights = random_case(15)
+    left = np.array([0, 2, 3, 6])
+    targets, options = targets % len(left), {"label_smoothing": smoothing, "z_loss": z_loss}
+    few = lambda x: cross_entropy(x, targets, weights, **options)[0]  # noqa: E731
+    expected, slope = jax.value_and_grad(few)(logits[..., left])
+    possible = np.isin(np.arange(V), left)
+    for poison in (1e6, np.nan, np.inf):
+        spoilt = np.where(possible, logits, np.float32(poison))
+        for mask in (np.broadcast_to(possible, (B, 1, V)), np.broadcast_to(possible, (B, T, V))):
+            ours = lambda x, mask=mask: cross_entropy(  # noqa: E731
+                x, left[targets].astype(np.int32), weights, **options, possible=jnp.asarray(mask)
+            )[0]
+            found, gradient = jax.value_and_grad(ours)(spoilt)
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
+            np.testing.assert_allclose(gradient[..., left], slope, rtol=1e-5, atol=1e-7)
+            assert (np.asarray(gradient)[..., ~possible] == 0).all()
+    assert np.isinf(cross_entropy(logits, np.full_like(targets, 1), weights, possible=jnp.asarray(mask))[0])
+
+
+def test_where_nothing_is_possible_and_nothing_asked_there_is_no_gradient():
+    """B27: a row of padding alone."""
+    logits, targets, weights = random_case(16)
+    weights[1] = 0.0
+    possible = jnp.ones((B, 1, V), bool).at[1].set(False)
+    f = lambda x: cross_entropy(x, targets, weights, label_smoothing=0.1, z_loss=0.2, possible=possible)[0]  # noqa: E731
+    value, gradient = jax.value_and_grad(f)(logits)
+    assert np.isfinite(value) and np.isfinite(gradient).all() and (gradient[1] == 0).all()
+
+
 def test_a_batch_without_targets_sums_to_zero():
     """B27: labels all -100: loss 0, weight 0, gradient 0."""
     logits, targets = random_case()[0], np.full((B, T), -100, np.int32)
-    f = lambda x: cross_entropy(x, targets, np.zeros((B, T), np.float32), label_smoothing=0.1)  # noqa: E731
+    f = lambda x: cross_entropy(x, targets, np.zeros((B, T), np.float32), label_smoothing=0.1, z_loss=0.2)  # noqa: E731
     (total, weight), gradient = f(logits), jax.grad(lambda x: f(x)[0])(logits)
     assert total == 0 and weight == 0 and (gradient == 0).all()
 
@@ -278,26 +345,27 @@ def linear_case(seed, *, rows=B, length=T, D=6):
     return x, table, bias, targets, weights
 
 
-def linear(x, table, bias, targets, weights, smoothing=0.1):
-    return losses.linear_cross_entropy(x, (table, bias), targets, weights, label_smoothing=smoothing)
+def linear(x, table, bias, targets, weights, smoothing=0.1, z_loss=0.0):
+    options = {"label_smoothing": smoothing, "z_loss": z_loss}
+    return losses.linear_cross_entropy(x, (table, bias), targets, weights, **options)
 
 
-def through_logits(x, table, bias, targets, weights, smoothing=0.1):
+def through_logits(x, table, bias, targets, weights, smoothing=0.1, z_loss=0.0):
     logits = jnp.einsum("BTD,VD->BTV", x, table) + (0.0 if bias is None else bias[None, None])
-    loss = losses.cross_entropy(logits, targets, weights, label_smoothing=smoothing)
+    loss = losses.cross_entropy(logits, targets, weights, label_smoothing=smoothing, z_loss=z_loss)
     return {"loss": loss, "accuracy": losses.accuracy(logits, targets, weights)}
 
 
 # one piece; three pieces of 170 columns, the last one padded; more rows than a piece has tokens
 @pytest.mark.parametrize(("rows", "length"), [(B, T), (3, 401), (521, 3)])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_output_layer_in_pieces_is_the_whole(rows, length, smoothing):
+@pytest.mark.parametrize("smoothing, z_loss", [(0.0, 0.0), (0.1, 0.0), (0.1, 0.03)])
+def test_the_output_layer_in_pieces_is_the_whole(rows, length, smoothing, z_loss):
     """Sums and the gradients for features, table and bias, by automatic differentiation of all the logits."""
     case = linear_case(8, rows=rows, length=length)
 
     def both(function):
         def scaled(x, table, bias):
-            sums = function(x, table, bias, *case[3:], smoothing)
+            sums = function(x, table, bias, *case[3:], smoothing, z_loss)
             return 3.0 * sums["loss"][0] / sums["loss"][1], sums
 
         return jax.jit(jax.value_and_grad(scaled, argnums=(0, 1, 2), has_aux=True))(*case[:3])
@@ -305,8 +373,29 @@ def test_the_output_layer_in_pieces_is_the_whole(rows, length, smoothing):
     found, expected = both(linear), both(through_logits)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6), found, expected)
     # without a gradient it goes another way
-    sums = jax.jit(linear, static_argnums=5)(*case, smoothing)
+    sums = jax.jit(linear, static_argnums=(5, 6))(*case, smoothing, z_loss)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), sums, expected[0][1])
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_the_output_layers_loss_is_numpys(z_loss):
+    """Sums in float64, and the gradient against automatic differentiation of the formula written out."""
+    x, table, bias, targets, weights = linear_case(12)
+    wide = [np.asarray(array, np.float64) for array in (x, table, bias)]
+    logits, chosen = np.einsum("BTD,VD->BTV", *wide[:2]) + wide[2], np.asarray(targets)
+    expected = (token_losses(logits, chosen, 0.1) + z_loss * log_totals(logits) ** 2) * np.asarray(weights)
+    right = (np.asarray(weights) * (logits.argmax(axis=-1) == chosen)).sum()
+    sums = linear(x, table, bias, targets, weights, 0.1, z_loss)
+    np.testing.assert_allclose(sums["loss"], (expected.sum(), weights.sum()), rtol=1e-5)
+    np.testing.assert_allclose(sums["accuracy"], (right, weights.sum()), rtol=1e-6)
+
+    def plain(x, table, bias):
+        logits = jnp.einsum("BTD,VD->BTV", x, table) + bias[None, None]
+        return naive(logits, targets, weights, 0.1, z_loss)
+
+    ours = lambda *arrays: linear(*arrays, targets, weights, 0.1, z_loss)["loss"][0]  # noqa: E731
+    found, wanted = (jax.jit(jax.grad(f, argnums=(0, 1, 2)))(x, table, bias) for f in (ours, plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), found, wanted)
 
 
 def test_the_output_layer_may_have_no_bias():
@@ -320,7 +409,7 @@ def test_features_without_a_weight_never_matter(poison):
     """B27's kind, through the output layer: neither in the sums nor in any gradient; -100 may be their target."""
     x, table, bias, targets, weights = linear_case(10)
     # jit once: the gradient, and what it is of
-    run = jax.jit(jax.value_and_grad(lambda *case: linear(*case)["loss"][0], argnums=(0, 1, 2)))
+    run = jax.jit(jax.value_and_grad(lambda *case: linear(*case, z_loss=0.03)["loss"][0], argnums=(0, 1, 2)))
     expected = run(x, table, bias, targets, weights)
     other = jnp.where(weights[..., None] > 0, x, poison), jnp.where(weights > 0, targets, -100)
     found = run(other[0], table, bias, other[1], weights)
@@ -335,104 +424,10 @@ def test_the_output_layer_over_devices_is_that_of_one():
     """B25: rows over four devices, one of them without a target; sums and gradients."""
     x, table, bias, targets, _ = linear_case(11, rows=4, length=8)
     weights = jnp.asarray(sharded_case()[2])
-    run = jax.jit(jax.value_and_grad(lambda *case: linear(*case)["loss"][0] / 12.0, argnums=(0, 1, 2)))
+    run = jax.jit(jax.value_and_grad(lambda *case: linear(*case, z_loss=0.03)["loss"][0] / 12.0, argnums=(0, 1, 2)))
     alone = jax.device_get(run(x, table, bias, targets, weights))
     mesh = make_mesh(config.Mesh(data=4))
     with jax.set_mesh(mesh):
         x, targets, weights = jax.device_put((x, targets, weights), batch_sharding(mesh))
         shared = jax.device_get(run(x, table, bias, targets, weights))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), shared, alone)
-
-
-def test_text_to_text_scores_the_logits_of_the_model():
-    """The objective is the loss and the accuracy of the model's logits."""
-    model = build(
-        TransformerConfig(
-            V, d_model=6, d_ff=5, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, dropout=Dropout(0.5, 0.5)
-        )
-    )
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(0.0, 0.5, x.shape), jnp.float32), model.shapes)
-    batch = {name: rng.integers(0, V, (B, T)).astype(np.int32) for name in ("source_tokens", "tokens", "targets")}
-    lengths = np.array([[5], [2], [4]])
-    batch |= {
-        "source_segment_ids": (np.arange(T)[None] < lengths[::-1]).astype(np.int32),
-        "segment_ids": (np.arange(T)[None] < lengths).astype(np.int32),
-        "weights": (np.arange(T)[None] < lengths).astype(np.float32),
-    }
-    batch = jax.tree.map(jnp.asarray, batch)
-    objective = TextToText(model, label_smoothing=0.1)
-    assert objective == TextToText(model, 0.1) and hash(objective) == hash(TextToText(model, 0.1))
-    segments = {name: batch[name] for name in ("source_segment_ids", "segment_ids")}
-    logits = jax.jit(model.apply)(params, batch["source_tokens"], batch["tokens"], **segments)
-    sums = jax.jit(objective)(params, batch, None)
-    assert set(sums) == {"loss", "accuracy"}
-    expected = (token_losses(np.array(logits), np.array(batch["targets"]), 0.1) * batch["weights"]).sum()
-    np.testing.assert_allclose(sums["loss"], (expected, 11), rtol=1e-5)
-    np.testing.assert_allclose(sums["accuracy"], accuracy(logits, batch["targets"], batch["weights"]))
-
-
-@pytest.fixture(scope="module")
-def language():
-    """A decoder-only model with loud parameters, and three texts as (tokens, targets)."""
-    model = build(GPTConfig(V, max_length=11, d_model=6, d_ff=5, num_heads=2, num_layers=1, dropout=Dropout(0.5, 0.5)))
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(0.0, 0.5, x.shape), jnp.float32), model.shapes)
-    texts = [rng.integers(0, V, (2, length)).astype(np.int32) for length in (5, 2, 4)]
-    return model, params, texts, jax.jit(LanguageModel(model, label_smoothing=0.1))
-
-
-def rows_of(texts, length, fill=0):
-    """A text a row, padded with `fill`."""
-    batch = {name: np.full((len(texts), length), fill, np.int32) for name in ("tokens", "targets")}
-    segment_ids = np.zeros((len(texts), length), np.int32)
-    for i, (tokens, targets) in enumerate(texts):
-        batch["tokens"][i, : len(tokens)], batch["targets"][i, : len(tokens)] = tokens, targets
-        segment_ids[i, : len(tokens)] = 1
-    batch |= {"segment_ids": segment_ids, "weights": segment_ids.astype(np.float32)}
-    return jax.tree.map(jnp.asarray, batch)
-
-
-def test_language_model_scores_the_logits_of_the_model(language):
-    """Smoothed loss and accuracy by NumPy; with a key, dropout is on."""
-    model, params, texts, objective = language
-    assert LanguageModel(model) == LanguageModel(model, 0.0) and hash(LanguageModel(model)) == hash(
-        LanguageModel(model)
-    )
-    batch = rows_of(texts, T)
-    logits = jax.jit(model.apply)(params, batch["tokens"], segment_ids=batch["segment_ids"])
-    sums = objective(params, batch, None)
-    expected = (token_losses(np.array(logits), np.array(batch["targets"]), 0.1) * batch["weights"]).sum()
-    np.testing.assert_allclose(sums["loss"], (expected, 11), rtol=1e-5)
-    np.testing.assert_allclose(sums["accuracy"], accuracy(logits, batch["targets"], batch["weights"]))
-    dropped = [objective(params, batch, jax.random.key(seed))["loss"][0] for seed in (0, 1)]
-    assert len({*map(float, dropped), float(sums["loss"][0])}) == 3
-
-
-def test_padding_counts_nothing_for_a_language_model(language):
-    """B27's kind, I03: neither its length nor what stands in it, in loss and gradients."""
-    _, params, texts, objective = language
-    slope = jax.jit(jax.value_and_grad(lambda params, batch: objective(params, batch, None)["loss"][0]))
-    expected = slope(params, rows_of(texts, T))
-    for other in (rows_of(texts, T, fill=3), rows_of(texts, T + 4, fill=1)):
-        found = slope(params, other)
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), found, expected)
-
-
-def test_packed_texts_are_separate_ones_to_a_language_model(language):
-    """Three texts in one row, with segments and positions, and a row for each: loss, accuracy and gradients."""
-    _, params, texts, objective = language
-    lengths = [tokens.shape[1] for tokens in texts]
-    packed = {name: np.concatenate([text[i] for text in texts])[None] for i, name in enumerate(("tokens", "targets"))}
-    packed["segment_ids"] = np.repeat([1, 2, 3], lengths).astype(np.int32)[None]
-    packed["positions"] = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])[None]
-    packed["weights"] = np.ones((1, sum(lengths)), np.float32)
-    packed = jax.tree.map(jnp.asarray, packed)
-
-    def scaled(params, batch):
-        sums = objective(params, batch, None)
-        return sums["loss"][0] / sums["loss"][1], sums
-
-    slope = jax.jit(jax.value_and_grad(scaled, has_aux=True))
-    found, expected = slope(params, packed), slope(params, rows_of(texts, T))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), found, expected)

@@ -14,7 +14,7 @@ from tfm_jax import config
 from tfm_jax.models import build
 from tfm_jax.models.transformer import Dropout, TransformerConfig
 from tfm_jax.sharding import batch_sharding, make_mesh, parameter_shardings, replicated
-from tfm_jax.train.losses import TextToText
+from tfm_jax.train.objectives import TextToText
 from tfm_jax.train.optim import make_schedule
 from tfm_jax.train.step import abstract_params, abstract_state, eval_step, init_state, train_step
 

@@ -34,16 +34,25 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Adam (Kingma and Ba 2015) and its learning rate."""
+    """The update rule and its learning rate.
 
-    name: Literal["adam"] = "adam"
-    """The update rule."""
-    schedule: Literal["inverse_sqrt", "constant"] = "inverse_sqrt"
-    """After the linear warm-up: inverse_sqrt falls as 1/sqrt(update) (Vaswani et al. 2017, eq. 3); constant stays."""
+    Patterns are those of a file name (*, ?), against dotted names such as embedding.table or
+    encoder.layers.3.attention.query_bias, where a stack's layers are counted from 0.
+    """
+
+    name: Literal["adam", "adamw"] = "adam"
+    """The update rule: Adam (Kingma and Ba 2015), or with weight decay beside it (Loshchilov and Hutter 2019)."""
+    schedule: Literal["inverse_sqrt", "constant", "linear", "cosine"] = "inverse_sqrt"
+    """After the linear warm-up: inverse_sqrt falls as 1/sqrt(update) (Vaswani et al. 2017, eq. 3); constant stays;
+    linear and cosine (Loshchilov and Hutter 2017, half a period) fall to final_learning_rate at update decay_steps."""
     learning_rate: float = 5e-4
     """Peak, reached at the last warm-up update. The paper's peak is (d_model * warmup_steps) ** -0.5."""
     warmup_steps: int = 4000
     """Length of the linear warm-up. Unit: updates."""
+    decay_steps: int = 0
+    """The update at which linear and cosine have reached final_learning_rate, where they stay. Unit: updates."""
+    final_learning_rate: float = 0.0
+    """Where linear and cosine end."""
     b1: float = 0.9
     """Decay of the mean of gradients."""
     b2: float = 0.98
@@ -52,6 +61,15 @@ class Optimizer:
     """Added to the root of the mean of squared gradients."""
     clip_norm: float | None = None
     """Gradients with a larger global norm are scaled down to it; None: no clipping."""
+    weight_decay: float = 0.0
+    """For adamw: this share of a parameter, times the learning rate, is taken off at each update."""
+    no_decay: tuple[str, ...] = ("*bias", "*scale", "*position_bias.table")
+    """Patterns of parameters without weight decay: by default biases and the scales of norms."""
+    layer_decay: float = 1.0
+    """The learning rate of each layer is that of the layer above it times this (Clark et al. 2020, ELECTRA): 1 at the
+    head and the norm below it, layer_decay at the last layer, the smallest at the embeddings."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of parameters that stay as they are."""
 
     def __post_init__(self):
         for name in ("learning_rate", "eps"):
@@ -63,6 +81,23 @@ class Optimizer:
             self.clip_norm is None or 0 < self.clip_norm < math.inf,
             f"optimizer.clip_norm is {self.clip_norm}: give > 0 or None",
         )
+        falls = self.schedule in ("linear", "cosine")
+        steps = f"optimizer.decay_steps is {self.decay_steps}, warmup_steps {self.warmup_steps}"
+        require(not falls or self.decay_steps > self.warmup_steps, f"{steps}: {self.schedule} ends after the warm-up")
+        unused = falls or (self.decay_steps, self.final_learning_rate) == (0, 0.0)
+        require(unused, f"optimizer.decay_steps, final_learning_rate are for linear and cosine, not {self.schedule!r}")
+        end, peak = self.final_learning_rate, self.learning_rate
+        require(0 <= end <= peak, f"optimizer.final_learning_rate is {end}: it lies between 0 and the peak, {peak}")
+        decay = self.weight_decay
+        require(0 <= decay < math.inf, f"optimizer.weight_decay is {decay}: it must not be negative")
+        require(
+            decay == 0 or self.name == "adamw", f"optimizer.weight_decay is {decay}: {self.name!r} has none, adamw has"
+        )
+        require(0 < self.layer_decay <= 1, f"optimizer.layer_decay is {self.layer_decay}: it lies in (0, 1]")
+        for name in ("no_decay", "frozen"):
+            patterns = getattr(self, name)
+            known = type(patterns) is tuple and all(type(pattern) is str for pattern in patterns)
+            require(known, f"optimizer.{name} is {patterns!r}: a tuple of patterns is expected")
 
 
 @dataclass(frozen=True)
@@ -77,6 +112,15 @@ class Train:
     """Limit of time in the training loop (validation and saving included), summed over resumed parts. Unit: minutes."""
     label_smoothing: float = 0.1
     """Share of the target probability spread evenly over the vocabulary (Szegedy et al. 2016)."""
+    z_loss: float = 0.0
+    """Times log(sum of exp of the logits) ** 2, added to the loss of each target (Chowdhery et al. 2022; theirs is
+    1e-4)."""
+    init_from: str = ""
+    """Directory of a run or of a Hugging Face model whose parameters and vocabulary the run begins with. Empty: random
+    parameters, a vocabulary as data says."""
+    init_partial: bool = False
+    """Whether parameters that init_from lacks may be random, and those that only it has left out; both are named when
+    training begins. Else either is an error."""
     checkpoint_every: int = 500
     """Every so many checkpoint_units the validation loss is measured and the state saved."""
     checkpoint_unit: Literal["steps", "epochs"] = "steps"
@@ -101,6 +145,8 @@ class Train:
         for name in ("checkpoint_every", "keep_last", "log_every"):
             require(getattr(self, name) >= 1, f"train.{name} is {getattr(self, name)}: at least 1 is needed")
         require(0 <= self.label_smoothing < 1, f"train.label_smoothing is {self.label_smoothing}: it lies in [0, 1)")
+        require(0 <= self.z_loss < math.inf, f"train.z_loss is {self.z_loss}: it must not be negative")
+        require(self.init_from != "" or not self.init_partial, "train.init_partial is True, but there is no init_from")
 
 
 @dataclass(frozen=True)
@@ -190,6 +236,11 @@ class Run(Generic[ModelConfig]):
             not shared,
             f"model.implementation is 'splash', data.batching {self.data.batching!r}: the kernel takes no positions, "
             "which rows of several texts have; use auto or blockwise",
+        )
+        file = self.data.tokenizer_file
+        both = f"train.init_from is {self.train.init_from!r}, data.tokenizer_file {file!r}"
+        require(
+            not (self.train.init_from and file), f"{both}: init_from brings its own vocabulary, leave the other out"
         )
         shards, multiple = self.mesh.batch_shards, self.data.rows_multiple
         require(

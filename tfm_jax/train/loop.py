@@ -19,7 +19,9 @@ from tfm_jax.sharding import make_mesh
 from tfm_jax.train.checkpoint import Checkpoints, average_params, load_params, save_params
 from tfm_jax.train.evaluate import evaluate_loss
 from tfm_jax.train.feed import Fed, feed
-from tfm_jax.train.losses import objective_of
+from tfm_jax.train.objectives import check_labels, objective_of
+from tfm_jax.train.optim import check_patterns
+from tfm_jax.train.pretrained import read_pretrained
 from tfm_jax.train.report import Metrics, ProgressBar, plot_curves, read_metrics
 from tfm_jax.train.run import CHECKPOINTS, PARAMETERS, TOKENIZER, Fitted, check_run, open_run
 from tfm_jax.train.step import TrainState, abstract_state, init_state, train_step
@@ -39,7 +41,7 @@ def fit(run: config.Run, *, train: Text, validation: Text) -> Fitted:
     """Train the configured model on a text, or continue where its run directory stands.
 
     Encoder-decoders learn what is two-sided: pairs, or a text with spans or its end hidden; decoder-only models learn
-    the next token of a text.
+    the next token of a text, encoders what is masked in it, and models with a head for them the labels of texts.
 
     Killed at any moment and started again with the same configuration, it ends with the same parameters on the same
     devices (when the limit is steps or epochs); on another mesh it sees the same batches. Raises `ValueError` for
@@ -50,14 +52,20 @@ def fit(run: config.Run, *, train: Text, validation: Text) -> Fitted:
     check_run(run)
     mesh, model = make_mesh(run.mesh), build(run.model)
     abstract = abstract_state(model, run.optimizer, mesh)
+    check_patterns(run.optimizer, model.shapes)
+    # not any folder there: a kill during the first save leaves a part of one
+    begun = Checkpoints(Path(run.run_dir) / CHECKPOINTS, keep_last=run.train.keep_last).steps
+    pretrained = read_pretrained(model, run.train) if run.train.init_from and not begun else None
 
     # text to vocabulary to batches; what is wrong with it is found before anything is written
-    tokenizer = tokenizer_of(run, train)
+    check_labels(model, run.data, train, validation)
+    tokenizer = tokenizer_of(run, train) if pretrained is None else pretrained.tokenizer
     sizes = {"vocab_size": run.model.vocab_size}
     train_batches = make_batches(run.data, train, tokenizer, **sizes)
     validation_batches = make_batches(run.data, validation, tokenizer, **sizes, evaluation=True)
     two_sided = len(train_batches.shapes[0].lengths) == 2
-    objective = objective_of(model, run.data, two_sided=two_sided, label_smoothing=run.train.label_smoothing)
+    rates = {"label_smoothing": run.train.label_smoothing, "z_loss": run.train.z_loss}
+    objective = objective_of(model, run.data, two_sided=two_sided, **rates)
 
     # state: restored or born
     directory = open_run(run, tokenizer)
@@ -65,6 +73,9 @@ def fit(run: config.Run, *, train: Text, validation: Text) -> Fitted:
         bar.note(_describe(model, tokenizer, train_batches, validation_batches))
         with Checkpoints(directory / CHECKPOINTS, keep_last=run.train.keep_last) as checkpoints:
             state, record = _start(checkpoints, abstract, run, model, mesh)
+            if pretrained is not None:
+                bar.note(f"{run.train.init_from}: {pretrained}")
+                state = replace(state, params=pretrained.into(state.params))
             if int(state.step):
                 bar.note(f"continuing from update {int(state.step)} of {directory}")
             loop = _Loop(run, mesh, objective, train_batches, validation_batches, checkpoints, bar)
@@ -166,7 +177,9 @@ class _Loop:
         self.checkpoints.save(step, params=state.params, opt_state=state.opt_state, rest=rest, metric=values["loss"])
         self.bar.note(
             f"update {step}  epoch {step / self.batches.steps_per_epoch:.1f}  validation loss {values['loss']:.3f}  "
-            f"token accuracy {values['accuracy']:.3f}  {record.seconds:.0f} s" + ("  (best)" if better else "")
+            + (f"accuracy {values['accuracy']:.3f}  " if "accuracy" in values else "")
+            + f"{record.seconds:.0f} s"
+            + ("  (best)" if better else "")
         )
         return record
 
@@ -202,7 +215,7 @@ class _Window:
         weights = np.array([v["tokens"] for v in values], np.float64)
         mean = {
             name: float(np.dot([v[name] for v in values], weights) / max(weights.sum(), 1.0))
-            for name in ("loss", "accuracy")
+            for name in values[0].keys() & {"loss", "accuracy"}
         }
         last = {name: float(values[-1][name]) for name in ("gradient_norm", "learning_rate")}
         _require_finite(mean["loss"], f"the mean loss of {len(values)} updates up to update {step}")

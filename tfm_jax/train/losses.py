@@ -1,15 +1,11 @@
-"""Losses as (sum, weight), added over devices and batches and divided once, and the objectives of the families."""
+"""Losses as (sum, weight), added over devices and batches and divided once."""
 
 import functools
-from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
-from tfm_jax import config
-from tfm_jax.models import Model
 from tfm_jax.sharding import batch_is_shared, constrain
 
 Sums = dict[str, tuple[Array, Array]]
@@ -21,22 +17,34 @@ def cross_entropy(
     weights: Float[Array, "B T"],
     *,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    possible: Bool[Array, "B #T V"] | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Sum of weighted cross entropies in nats, and the sum of weights, both float32.
 
     The target distribution is (1 - label_smoothing) on the target and label_smoothing spread evenly over all V entries
-    (Szegedy et al. 2016; torch's rule), so its terms add up to one. Whatever stands where the weight is 0 counts for
-    nothing. A target outside 0 .. V - 1 with a weight gives NaN. Training goes through `linear_cross_entropy`.
+    (Szegedy et al. 2016; torch's rule), so its terms add up to one. z_loss times log(sum of exp of the logits) ** 2 is
+    added for each target, which keeps logits from drifting (Chowdhery et al. 2022, PaLM; theirs is 1e-4). Whatever
+    stands where the weight is 0 counts for nothing. A target outside 0 .. V - 1 with a weight gives NaN. Training goes
+    through `linear_cross_entropy`.
+
+    possible: the entries there are, where not all are: the others have no probability and no share of label_smoothing,
+    whatever their logits, and a target among them has an infinite loss.
     """
     # whatever a token without weight has for logits, NaN included, must not reach the gradient
     logits = jnp.where((weights > 0)[..., None], logits.astype(jnp.float32), 0.0)
-    loss_BT = jax.nn.logsumexp(logits, axis=-1) - (1.0 - label_smoothing) * _target_logit(logits, targets)
+    if possible is not None:
+        logits = jnp.where(possible, logits, -jnp.inf)
+    log_total_BT = jax.nn.logsumexp(logits, axis=-1)
+    loss_BT = log_total_BT - (1.0 - label_smoothing) * target_logit(logits, targets)
     if label_smoothing:
-        loss_BT = loss_BT - label_smoothing * logits.mean(axis=-1)
+        loss_BT = loss_BT - label_smoothing * logits.mean(axis=-1, where=possible)
+    if z_loss:
+        loss_BT = loss_BT + z_loss * jnp.square(log_total_BT)
     return jnp.where(weights > 0, loss_BT * weights, 0.0).sum(), weights.sum()
 
 
-def _target_logit(logits, targets):
+def target_logit(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
     """The logit of each target; NaN for a target that is not an index of the vocabulary."""
     index = jnp.where(targets < 0, logits.shape[-1], targets)[..., None]
     return jnp.take_along_axis(logits, index, axis=-1, mode="fill", fill_value=jnp.nan)[..., 0]
@@ -47,7 +55,7 @@ def accuracy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Weighted count of targets that have the largest logit, a tie included, and the sum of weights."""
     # max and a comparison: argmax is many times slower on a CPU
-    right_BT = _target_logit(logits, targets) >= logits.max(axis=-1)
+    right_BT = target_logit(logits, targets) >= logits.max(axis=-1)
     return jnp.where(right_BT, weights, 0.0).sum(), weights.sum()
 
 
@@ -58,6 +66,7 @@ def linear_cross_entropy(
     weights: Float[Array, "B T"],
     *,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Sums:
     """`cross_entropy` and `accuracy` of the logits x E^T + b, without an array of all the logits.
 
@@ -67,21 +76,21 @@ def linear_cross_entropy(
     """
     table, bias = output_layer
     bias = jnp.zeros(table.shape[0], table.dtype) if bias is None else bias
-    loss, right = _linear_loss(x, table, bias, targets, weights, label_smoothing)
+    loss, right = _linear_loss(x, table, bias, targets, weights, (label_smoothing, z_loss))
     return {"loss": (loss, weights.sum()), "accuracy": (right, weights.sum())}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _linear_loss(x, table, bias, targets, weights, label_smoothing):
+def _linear_loss(x, table, bias, targets, weights, rates):
     """Sum of weighted losses, sum of weights of right predictions."""
-    sums = functools.partial(_chunk_sums, table, bias, label_smoothing)
+    sums = functools.partial(_chunk_sums, table, bias, rates)
     add = lambda total, chunk: (jax.tree.map(jnp.add, total, sums(*chunk)[0]), None)  # noqa: E731
     return jax.lax.scan(add, (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)), _chunks(x, targets, weights))[0]
 
 
-def _linear_loss_forward(x, table, bias, targets, weights, label_smoothing):
+def _linear_loss_forward(x, table, bias, targets, weights, rates):
     def add(total, chunk):
-        (loss, right), gradient_BTV = _chunk_sums(table, bias, label_smoothing, *chunk)
+        (loss, right), gradient_BTV = _chunk_sums(table, bias, rates, *chunk)
         x_BTD, gradient_BTV = chunk[0], gradient_BTV.astype(x.dtype)
         # D V, transposed at the end: see vocabulary_logits
         table_DV = jnp.einsum("BTD,BTV->DV", x_BTD, gradient_BTV, preferred_element_type=jnp.float32)
@@ -97,7 +106,7 @@ def _linear_loss_forward(x, table, bias, targets, weights, label_smoothing):
     return (loss, right), (x_gradient, table_DV.T.astype(table.dtype), bias_V.astype(bias.dtype))
 
 
-def _linear_loss_backward(label_smoothing, gradients, sums_gradient):
+def _linear_loss_backward(rates, gradients, sums_gradient):
     scaled = jax.tree.map(lambda gradient: gradient * sums_gradient[0].astype(gradient.dtype), gradients)
     return *scaled, None, None
 
@@ -123,84 +132,24 @@ def _chunks(x, targets, weights, *, rows: int = 512):
     return cut(jnp.where((weights > 0)[..., None], x, 0)), cut(targets), cut(weights)
 
 
-def _chunk_sums(table, bias, label_smoothing, x, targets, weights):
+def _chunk_sums(table, bias, rates, x, targets, weights):
     """((loss, right), gradient of the loss by the logits B T V in float32) of one piece."""
+    label_smoothing, z_loss = rates
     logits = jnp.einsum("BTD,VD->BTV", x, table, preferred_element_type=jnp.float32)
     logits = constrain(logits + bias.astype(jnp.float32)[None, None], "batch", None, "vocab")
     largest = logits.max(axis=-1, keepdims=True)
     exponentials = jnp.exp(logits - largest)
     total = exponentials.sum(axis=-1, keepdims=True)
-    target_logit = _target_logit(logits, targets)
-    loss = (jnp.log(total) + largest)[..., 0] - (1.0 - label_smoothing) * target_logit
+    target_logit_BT = target_logit(logits, targets)
+    log_total = jnp.log(total) + largest
+    loss = log_total[..., 0] - (1.0 - label_smoothing) * target_logit_BT
     if label_smoothing:
         loss = loss - label_smoothing * logits.mean(axis=-1)
     is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
     wanted = jnp.where(is_target, 1.0 - label_smoothing, 0.0) + label_smoothing / logits.shape[-1]
-    gradient = (exponentials * (1.0 / total) - wanted) * weights[..., None]
-    right = jnp.where(target_logit >= largest[..., 0], weights, 0.0).sum()
+    share = 1.0 / total
+    if z_loss:
+        loss, share = loss + z_loss * jnp.square(log_total[..., 0]), share * (1.0 + 2.0 * z_loss * log_total)
+    gradient = (exponentials * share - wanted) * weights[..., None]
+    right = jnp.where(target_logit_BT >= largest[..., 0], weights, 0.0).sum()
     return (jnp.where(weights > 0, loss * weights, 0.0).sum(), right), gradient
-
-
-@dataclass(frozen=True)
-class TextToText:
-    """Teacher forcing for encoder-decoders: the decoder reads the shifted target, the loss is on what comes next."""
-
-    model: Model
-    label_smoothing: float = 0.0
-
-    def __call__(self, params: dict, batch: dict[str, Any], key: Key[Array, ""] | None) -> Sums:
-        """By metric, (sum, weight): `loss` is what training minimises, `accuracy` counts target tokens."""
-        names = ("source_segment_ids", "segment_ids", "source_positions", "positions")
-        inputs = {name: batch[name] for name in names if name in batch}
-        x = self.model.features(params, batch["source_tokens"], batch["tokens"], key=key, **inputs)
-        return linear_cross_entropy(
-            x,
-            self.model.output_layer(params),
-            batch["targets"],
-            batch["weights"],
-            label_smoothing=self.label_smoothing,
-        )
-
-
-@dataclass(frozen=True)
-class LanguageModel:
-    """Models of one text: decoders predict each token from those before it in its segment, encoders what is masked."""
-
-    model: Model
-    label_smoothing: float = 0.0
-
-    def __call__(self, params: dict, batch: dict[str, Any], key: Key[Array, ""] | None) -> Sums:
-        """As `TextToText`, for a batch without a source."""
-        names = ("segment_ids", "positions", "token_types")
-        inputs = {name: batch[name] for name in names if name in batch}
-        return linear_cross_entropy(
-            self.model.features(params, batch["tokens"], key=key, **inputs),
-            self.model.output_layer(params),
-            batch["targets"],
-            batch["weights"],
-            label_smoothing=self.label_smoothing,
-        )
-
-
-_LEARNS = {
-    "encoder-decoder": "pairs, or a text with data.corruption.name spans or prefix",
-    "decoder": "a text with data.corruption.name none",
-    "encoder": "a text with data.corruption.name mask",
-}
-
-
-def objective_of(
-    model: Model, data: config.Data, *, two_sided: bool, label_smoothing: float = 0.0
-) -> TextToText | LanguageModel:
-    """The objective with which a model learns from batches that have a source (`two_sided`) or have none.
-
-    Raises `ValueError` where the model cannot learn from them.
-    """
-    kind = "encoder-decoder" if two_sided else "encoder" if data.corruption.name == "mask" else "decoder"
-    family = f"a {model.config.family!r} model ({model.config.kind})"
-    if data.label:
-        raise ValueError(f"{family} predicts no classes (data.label is {data.label!r}): give train_step an objective")
-    if model.config.kind != kind:
-        raise ValueError(f"{family} learns from {_LEARNS[model.config.kind]}, and this data is {_LEARNS[kind]}")
-    jax.eval_shape(model.output_layer, model.shapes)  # an encoder without its masked head says so here
-    return (TextToText if two_sided else LanguageModel)(model, label_smoothing)
