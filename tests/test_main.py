@@ -524,6 +524,16 @@ def test_what_classify_cannot_do_is_said_in_a_line(judge, directory, theirs, cal
         assert code.startswith("error: ") and said in code and "\n" not in code and out == b""
 
 
+def test_classify_refuses_a_model_of_two_texts(judge, call, tmp_path):
+    """A line would be half of what it was trained on."""
+    directory = shutil.copytree(judge("run", "sequence"), tmp_path / "run")
+    values = json.loads((directory / "config.json").read_text())
+    values["data"] |= {"format": "tsv", "train_source": "pairs.tsv", "features": ["1", "2"], "label": "3"}
+    (directory / "config.json").write_text(json.dumps(values))
+    code, out = call("classify", "--run", directory, stdin=b"a\n")
+    assert "was trained on two texts at once" in code and "\n" not in code and out == b""
+
+
 # --- data ---
 
 

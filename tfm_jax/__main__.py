@@ -101,6 +101,8 @@ def classify(run: str) -> None:
     head, labels = getattr(model.config, "head", None), getattr(model.config, "labels", ())
     if head not in ("sequence", "regression"):
         raise ValueError(f"a {model.config.family!r} model with head {head!r} has no labels for a line: give another")
+    if not is_hf(run) and len(read_config(run).data.features) == 2:
+        raise ValueError(f"the model in {run} was trained on two texts at once, and a line is one: use model.apply")
     lines = split_lines(sys.stdin.buffer.read(), "stdin")
     with LineCounter("reading", len(lines)) as counter:
         where = lambda i: f"stdin:{i + 1}"  # noqa: E731
@@ -189,11 +191,11 @@ def convert(
         raise ValueError(f"{target} already holds a model (config.json): give another directory to write to")
     loaded = load(source)
     hf.save(target, *loaded, model_type=model_type)
-    kind = loaded[0].config.kind
-    if kind != "encoder":
+    model = loaded[0].config
+    if hf.writes_text(model):
         try:
             theirs = is_hf(source)
-            how = hf.generation_values(source) if theirs else hf.write_generation(decode_settings(source), kind)
+            how = hf.generation_values(source) if theirs else hf.write_generation(decode_settings(source), model.kind)
             hf.save_generation(target, how)
         except ValueError as error:
             _note(f"generation_config.json does not say how to decode: {error}")

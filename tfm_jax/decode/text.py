@@ -78,7 +78,7 @@ def translate(
         # few lines are tried again: one shape for all costs less than compiling one for each length
         sizes = {i: len(encoded[i]) if first_try else max(len(encoded[i]) for i in waiting) for i in waiting}
         for rows, length, how in _batches(sizes, begun, decode, longest):
-            settings = _settings(tokenizer, how, length=length if first_try else None)
+            settings = search_settings(tokenizer, how, length=length if first_try else None)
             source = padded([encoded[i] for i in rows], length, tokenizer.pad_id)
             prompts = Prompts(*_prompts(tokenizer, [begun[i] for i in rows], model, settings), *source)
             found = _outputs(generate(params, prompts, model=model, settings=settings), tokenizer, begun, rows)
@@ -116,7 +116,9 @@ def complete(
     begun = tokenizer.encode_prompts(prompts)
     _require_room(model, begun, decode, "prompts {}".format)
     sampled = sampling is not None
-    settings = _sample_settings(tokenizer, decode, sampling) if sampled else _settings(tokenizer, decode, length=None)
+    settings = (
+        _sample_settings(tokenizer, decode, sampling) if sampled else search_settings(tokenizer, decode, length=None)
+    )
     results: list[list[Output]] = [[] for _ in prompts]
     done, room = 0, _room(model, settings.max_new_tokens)
     sizes = {i: len(ids) for i, ids in enumerate(begun)}
@@ -244,7 +246,7 @@ def _batches(sizes, begun, decode, longest) -> Iterator[tuple[list[int], int, co
             yield rows, length, how
 
 
-def _settings(tokenizer: Tokenizer, decode: config.Decode, *, length: int | None) -> BeamSettings:
+def search_settings(tokenizer: Tokenizer, decode: config.Decode, *, length: int | None = None) -> BeamSettings:
     """The search's settings, with room for twice the source and a little where a first try makes sense.
 
     The cache has a column for each token there may be, and most outputs are much shorter than the limit.

@@ -3,6 +3,7 @@
 from tfm_jax.hf.configs import read_values
 from tfm_jax.hf.exchange import load, load_model, read_model, save
 from tfm_jax.hf.generation import generation_values, read_generation, save_generation, write_generation
+from tfm_jax.hf.tokens import writes_text
 
 __all__ = [
     "generation_values",
@@ -14,4 +15,5 @@ __all__ = [
     "save",
     "save_generation",
     "write_generation",
+    "writes_text",
 ]

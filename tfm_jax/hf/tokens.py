@@ -41,7 +41,7 @@ def save_tokenizer(directory: Path, tokenizer: Tokenizer, config: Any) -> None:
     learned from had none of them, are unknown here, but not there. For model_type qwen2 AutoTokenizer splits text as
     Qwen2's own tokenizer does, whatever tokenizer.json says: PreTrainedTokenizerFast.from_pretrained reads it.
     """
-    kind, writes = config.kind, config.kind != "encoder" and getattr(config, "head", "language") == "language"
+    kind, writes = config.kind, writes_text(config)
     if tokenizer.template is None:
         bos, eos = (tokenizer.bos_id,), (tokenizer.eos_id,)
         before = () if kind == "encoder-decoder" else bos
@@ -53,6 +53,11 @@ def save_tokenizer(directory: Path, tokenizer: Tokenizer, config: Any) -> None:
         start = "decoder_start_token_id" if kind == "encoder-decoder" else "bos_token_id"
         ids = {start: tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
         (directory / GENERATION).write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
+
+
+def writes_text(config: Any) -> bool:
+    """Whether models of this configuration write text: not encoders, nor decoders with a head for labels."""
+    return config.kind != "encoder" and getattr(config, "head", "language") == "language"
 
 
 # transformers continues what stands at the end of a row

@@ -9,8 +9,8 @@ from tfm_jax import config
 from tfm_jax.data.batches import Batch
 from tfm_jax.data.corruption import restore_spans
 from tfm_jax.data.tokenizer import Tokenizer
-from tfm_jax.decode.beam import BeamSettings
 from tfm_jax.decode.generate import Prompts, generate
+from tfm_jax.decode.text import search_settings
 from tfm_jax.models import Model
 
 
@@ -52,9 +52,7 @@ def restored_spans(
     begun = np.full((rows, 1), tokenizer.bos_id, np.int32)
     sides = (batch["source_tokens"][:rows], batch["source_segment_ids"][:rows])
     prompts = Prompts(begun, np.ones_like(begun), sides[0], (sides[1] == 1).astype(np.int32))
-    names = ("beams", "max_new_tokens", "early_stopping", "length_penalty", "normalization")
-    limits = {name: getattr(decode, name) for name in names}
-    settings = BeamSettings(**limits, eos_ids=(tokenizer.eos_id,), pad_id=tokenizer.pad_id)
+    settings = search_settings(tokenizer, decode)
     found = jax.device_get(generate(params, prompts, model=model, settings=settings))
     pairs = []
     for row in range(rows):
