@@ -231,13 +231,13 @@ def test_outputs_without_an_end_are_flagged(tiny, whole):
 
 def test_a_short_first_try_changes_no_result(tiny, whole, searches, monkeypatch):
     """Lines whose hypotheses all ended within it are done; the others are searched again with all the room."""
-    settings = text._settings
+    settings = text.search_settings
 
     def short(tokenizer, decode, *, length):
         whole = settings(tokenizer, decode, length=length)
         return whole if length is None else replace(whole, max_new_tokens=6)
 
-    monkeypatch.setattr(text, "_settings", short)
+    monkeypatch.setattr(text, "search_settings", short)
     done = []
     assert_same(translate(*tiny, LINES, decode=DECODE, progress=done.append), whole)
     again = [row for row in whole if not all(t.ended and len(t.ids) <= 6 for t in row)]
