@@ -49,6 +49,7 @@ CONFIG = Run(
         b2=0.98,
         eps=1e-8,
         weight_decay=0.01,
+        no_decay=("*bias", "*scale", "*position_bias.table"),
         clip_norm=1.0,
     ),
     train=Train(max_minutes=14.0, label_smoothing=0.0, checkpoint_every=200, keep_last=1),

@@ -54,6 +54,7 @@ CONFIG = Run(
         b2=0.99,
         eps=1e-8,
         weight_decay=0.1,
+        no_decay=("*bias", "*scale", "*position_bias.table"),
         clip_norm=1.0,
     ),
     train=Train(steps=2_000, label_smoothing=0.0, checkpoint_every=250, keep_last=1),

@@ -1,6 +1,7 @@
 """A benchmark measures what it says, in a size that a test has time for; what the README shows is what was kept."""
 
 import gzip
+import importlib.util
 import itertools
 import json
 import lzma
@@ -13,7 +14,12 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.benchmarks import attention, data, decode
+from experiments.benchmarks import attention, data, decode, train_step
+from tfm_jax.config import Mesh
+from tfm_jax.models import build
+from tfm_jax.models.bert import BERTConfig
+from tfm_jax.models.gpt import GPTConfig
+from tfm_jax.models.transformer import TransformerConfig
 
 RESULTS = Path(__file__).parents[1] / "experiments" / "results"
 TINY = replace(
@@ -225,3 +231,122 @@ def test_the_readme_shows_the_kept_result_of_batches():
     claims = data.claims(kept)
     assert [claim["limit"] for claim in claims] == [0.10, 16, 0.03, 500_000.0, 0.02]
     assert [claim for claim in claims if not claim["holds"]] == []
+
+
+SMALL = {"d_model": 8, "num_heads": 2, "d_ff": 12}
+SIDES = {"num_encoder_layers": 1, "num_decoder_layers": 1}
+STEPS = {
+    "tiny": train_step.Size(TransformerConfig(32, **SMALL, **SIDES, dropout=train_step.TENTH), 8, 6, 0.1),
+    "gpt_small": train_step.Size(GPTConfig(13, **SMALL, **train_step.GPT, num_layers=1, max_length=7), 3, 7),
+    "bert_tiny": train_step.Size(BERTConfig(14, **SMALL, num_layers=1, max_length=5), 4, 5, targets=0.5),
+}
+TINY_STEP = replace(train_step.CONFIG, rounds=2, turn_seconds=0.001, matrix_size=16)
+SHOWN = {"size", "implementation", "seconds", "tokens_per_second", "first_step_seconds", "peak_memory"}
+SHOWN |= {"matmul_fraction", "spread_seconds", "matrix_rate", "steps", "times"}
+
+
+def measured_steps(config, name, tmp_path, monkeypatch):
+    """The result of a run with a small model under the name of a large one."""
+    monkeypatch.setitem(train_step.SIZES, name, STEPS[name])
+    train_step.main(replace(config, sizes=(name,), json=str(tmp_path / "s.json")))
+    return json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "name, tokens, devices, change",
+    [
+        ("gpt_small", 21, 1, {}),
+        ("bert_tiny", 20, 4, {"mesh": Mesh(data=2, model=2), "micro_batches": 2, "dtype": "bfloat16"}),
+    ],
+)
+def test_steps_are_measured_with_their_floor(name, tokens, devices, change, tmp_path, monkeypatch, capsys):
+    result = measured_steps(replace(TINY_STEP, **change), name, tmp_path, monkeypatch)
+    assert result["configuration"]["dtype"] == change.get("dtype", "float32")
+    assert result["device"]["devices"] == devices and result["configuration"]["matrix_size"] == 16
+    (row,) = result["rows"]
+    assert set(row) == SHOWN and row["size"] == name and row["implementation"] == "reference"
+    assert row["first_step_seconds"] > row["seconds"] > 0 and len(row["times"]) == 2
+    assert row["tokens_per_second"] * row["seconds"] == pytest.approx(tokens)
+    floor = train_step.products(STEPS[name]) / row["matrix_rate"]
+    assert row["matmul_fraction"] == pytest.approx(floor / row["seconds"])
+    # parameters and the optimizer's two moments are there at once; that new ones replace the old is counted once
+    state = 12 * build(STEPS[name].model).num_parameters
+    assert state / devices < row["peak_memory"] < 12 * state
+    assert train_step.markdown(result) in capsys.readouterr().out
+
+
+def of_layers(size, *sides):
+    """Products of layers in a forward pass, from the equations: of each side, the numbers of attentions and layers."""
+    config, tokens = size.model, size.rows * size.length
+    projections, scores = 4 * config.d_model**2, 2 * size.length * config.d_model
+    network = (3 if "geglu" in config.activation else 2) * config.d_model * config.d_ff
+    layers = sum(layers * (attentions * (projections + scores) + network) for attentions, layers in sides)
+    return 2 * tokens * layers
+
+
+def test_the_floor_is_three_times_the_products_of_the_forward_pass():
+    """Those of the layers as the paper counts them, and of the output layer, which all tokens go through."""
+    output = lambda size: 2 * size.rows * size.length * size.model.d_model * size.model.vocab_size  # noqa: E731
+    for name in ("tiny", "base", "t5_tiny"):
+        size = train_step.SIZES[name]
+        layers = size.model.num_encoder_layers
+        forward = of_layers(size, (1, layers), (2, layers)) + output(size)
+        assert train_step.products(size) == 3 * forward
+    size = train_step.SIZES["gpt_large"]
+    assert train_step.products(size) == 3 * (of_layers(size, (1, 6)) + output(size))
+    size = train_step.SIZES["bert_tiny"]
+    head = 2 * size.rows * size.length * size.model.d_model**2
+    assert train_step.products(size) == 3 * (of_layers(size, (1, 4)) + head + output(size))
+
+
+def test_a_step_is_of_the_size_that_its_name_promises():
+    tokens = {name: size.tokens for name, size in train_step.SIZES.items()}
+    assert tokens == {"tiny": 8192, "base": 2048, "gpt_small": 768, "gpt_large": 16384, "bert_tiny": 8192} | {
+        "t5_tiny": 8192
+    }
+    for size in train_step.SIZES.values():
+        assert train_step.implementation_of(replace(TINY_STEP, dtype="float32"), size) == "reference"
+        batch = train_step.batch_of(size)
+        assert batch["weights"].mean() == pytest.approx(size.targets, abs=0.01)
+        assert batch["tokens"].shape == (size.rows, size.length) and batch["tokens"].max() < size.model.vocab_size
+        assert ("source_tokens" in batch) == isinstance(size.model, TransformerConfig)
+    assert isinstance(train_step.SIZES["bert_tiny"].model, BERTConfig)
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (
+            {"mesh": Mesh(model=2)},
+            "gpt_small: parameter embedding.table: .* size 65 does not divide over mesh axis model",
+        ),
+        ({"mesh": Mesh(data=8)}, "gpt_small has 12 rows of 64 tokens: .*, 8, must divide the rows"),
+        ({"mesh": Mesh(sequence=3)}, "mesh.sequence, 3, the tokens"),
+        ({"mesh": Mesh(fsdp=2), "micro_batches": 4}, "micro_batches, 8, must divide"),
+        ({"mesh": Mesh(data=2), "peers": True}, "2 devices, torch runs on one"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_is_refused_before_anything_runs(change, reason):
+    with pytest.raises(ValueError, match=reason):
+        train_step.chosen(replace(train_step.CONFIG, sizes=("gpt_small",), **change))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch, the peer, is not installed")
+def test_torch_takes_the_same_step(tmp_path, monkeypatch):
+    """By turns in a process of its own, with as many parameters: a last norm on each side is all that it has more."""
+    mine, theirs = measured_steps(replace(TINY_STEP, peers=True), "gpt_small", tmp_path, monkeypatch)["rows"]
+    assert set(mine) == SHOWN and set(theirs) == SHOWN | {"peer", "version", "ratio"}
+    assert theirs["peer"] == theirs["implementation"] == "torch"
+    assert theirs["ratio"] == pytest.approx(np.median(np.divide(theirs["times"], mine["times"])))
+    for name, size in itertools.islice(STEPS.items(), 2):
+        with train_step.in_torch(replace(TINY_STEP, dtype="bfloat16"), size) as (steps, said):
+            last_norms = 4 * size.model.d_model if name == "tiny" else 0
+            assert said["parameters"] == build(size.model).num_parameters + last_norms
+            assert steps(2) > 0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is installed")
+def test_without_torch_the_reason_is_given():
+    with pytest.raises(RuntimeError, match="install torch or leave out --peers"):
+        with train_step.in_torch(TINY_STEP, STEPS["gpt_small"]):
+            pass

@@ -17,6 +17,7 @@ from tfm_jax.config import (
     Decode,
     Mesh,
     Optimizer,
+    Precision,
     Run,
     Train,
     differences,
@@ -30,7 +31,7 @@ from tfm_jax.models.bert import BERTConfig
 from tfm_jax.models.gpt import GPTConfig
 from tfm_jax.models.transformer import TransformerConfig
 
-SECTIONS = (Run, TransformerConfig, GPTConfig, BERTConfig, Dropout, Train, Data, Corruption, Optimizer, Decode, Mesh)
+SECTIONS = (Run, TransformerConfig, GPTConfig, BERTConfig, Dropout, Train, Data, Corruption, Optimizer, Decode, Mesh, Precision)
 
 
 def run(**changes):
@@ -163,13 +164,14 @@ def model(**changes):
 PAIR = {"train_source": "a", "train_target": "b"}
 LABELLED = {"format": "tsv", "features": ("s",), "label": "l"}
 REFUSED = [
-    *((Mesh, {name: 0}, [f"mesh.{name}", "0"]) for name in ("data", "fsdp", "model")),
+    *((Mesh, {name: 0}, [f"mesh.{name}", "0"]) for name in ("data", "fsdp", "model", "sequence")),
     (Mesh, {"data": -2}, ["mesh.data", "-2"]),
     (Data, {"max_length": 1}, ["data.max_length", "1", "2"]),
-    *((Data, {name: 0}, [f"data.{name}", "0"]) for name in ("num_buckets", "rows_multiple")),
+    *((Data, {name: 0}, [f"data.{name}", "0"]) for name in ("num_buckets", "rows_multiple", "lengths_multiple")),
     *((Data, {name: -1}, [f"data.{name}", "-1"]) for name in ("workers", "seed")),
     (Data, {"max_length": 3, "corruption": Corruption("prefix")}, ["data.max_length", "3", "prefix", "4"]),
     (Data, {"batching": "packed", "rows_multiple": 17}, ["4096", "256", "data.rows_multiple", "17"]),
+    (Data, {"max_length": 256, "lengths_multiple": 7}, ["data.max_length", "256", "data.lengths_multiple", "7"]),
     (Data, {"format": "tsv"}, ["data.features", "one or two", "tsv"]),
     (Data, {"format": "jsonl", "features": ("a", "b", "c")}, ["data.features", "one or two", "jsonl"]),
     (Data, {"features": ("a",)}, ["data.features", "none", "text"]),
@@ -191,12 +193,14 @@ REFUSED = [
     (Corruption, {"masked": -0.1}, ["data.corruption.masked", "-0.1"]),
     (Corruption, {"sentinels": 0}, ["data.corruption.sentinels", "0"]),
     (Data, {"max_length": 307, "tokens_per_batch": 293}, ["data.tokens_per_batch", "293", "data.max_length", "307"]),
+    (Precision, {"params": "bfloat16"}, ["precision.params", "bfloat16", "precision.compute", "float32"]),
     (Optimizer, {"learning_rate": 0.0}, ["optimizer.learning_rate", "0.0"]),
     (Optimizer, {"learning_rate": -0.5}, ["optimizer.learning_rate", "-0.5"]),
     (Optimizer, {"learning_rate": float("nan")}, ["optimizer.learning_rate", "nan"]),
     (Optimizer, {"warmup_steps": -1}, ["optimizer.warmup_steps", "-1"]),
     (Optimizer, {"b1": 1.0}, ["optimizer.b1", "1.0"]),
-    (Optimizer, {"b2": -0.25}, ["b2", "-0.25"]),
+    (Optimizer, {"b2": -0.25}, ["optimizer.b2", "-0.25"]),
+    (Optimizer, {"momentum": -0.1}, ["optimizer.momentum", "-0.1"]),
     (Optimizer, {"clip_norm": 0.0}, ["optimizer.clip_norm", "0.0", "None"]),
     (Train, {}, ["steps", "epochs", "max_minutes"]),
     (Train, {"steps": 0}, ["train.steps", "0"]),
@@ -205,6 +209,7 @@ REFUSED = [
     (Train, {"steps": 5, "patience": 0}, ["train.patience", "0"]),
     (Train, {"steps": 5, "checkpoint_every": 0}, ["train.checkpoint_every", "0"]),
     (Train, {"steps": 5, "keep_last": 0}, ["train.keep_last", "0"]),
+    (Train, {"steps": 5, "micro_batches": 0}, ["train.micro_batches", "0"]),
     (Train, {"steps": 5, "log_every": -1}, ["train.log_every", "-1"]),
     (Train, {"steps": 5, "label_smoothing": 1.0}, ["train.label_smoothing", "1.0"]),
     (Train, {"steps": 5, "label_smoothing": -0.1}, ["train.label_smoothing", "-0.1"]),
@@ -224,6 +229,8 @@ REFUSED = [
     (model, {"d_model": 10}, ["10", "3", "d_k"]),
     (run, {"data": Data(max_length=302)}, ["data.max_length", "302", "model.max_length", "301"]),
     (run, {"mesh": Mesh(data=4)}, ["mesh.data x mesh.fsdp", "4", "data.rows_multiple", "6"]),
+    (run, {"train": Train(steps=1, micro_batches=4)}, ["train.micro_batches 4", "data.rows_multiple, 6"]),
+    (run, {"mesh": Mesh(sequence=4)}, ["mesh.sequence is 4", "data.lengths_multiple, 1"]),
     (run, {"decode": Decode(max_new_tokens=303)}, ["decode.max_new_tokens", "303", "model.max_length", "301"]),
 ]
 
@@ -244,6 +251,11 @@ def test_heads_that_do_not_divide_the_width_may_have_a_size_of_their_own():
 
 def test_edges_that_have_a_meaning_are_accepted():
     Optimizer(warmup_steps=0, b1=0.0, b2=0.0, clip_norm=None)
+    Optimizer(name="muon", momentum=0.95, b1=0.0)
+    Optimizer(name="sgd")
+    # without weight decay nothing is spared; run directories hold defaults of before, which are among today's
+    Optimizer(no_decay=("*bias", "*scale", "*position_bias.table"))
+    Optimizer(no_decay=())
     Train(max_minutes=0.001, label_smoothing=0.0)
     Data(max_length=307, tokens_per_batch=307)
     Run(TransformerConfig(5, max_length=7), Train(steps=1), "", Data(max_length=7), decode=Decode(max_new_tokens=7))

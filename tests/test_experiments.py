@@ -23,6 +23,7 @@ from experiments import (
     multi30k,
     multi30k_bpe,
     parallel_text,
+    precision,
     sst2,
     t5_span,
     t5_tasks,
@@ -42,6 +43,7 @@ EXPERIMENTS = {
     "gpt_wikitext": gpt_wikitext,
     "multi30k": multi30k,
     "parallel_text": parallel_text,
+    "precision": precision,
     "sst2": sst2,
     "t5_span": t5_span,
     "t5_tasks": t5_tasks,
@@ -52,6 +54,7 @@ NEEDS_FOLDER = {
     "gpt_shakespeare": "input.txt",
     "gpt_wikitext": "wiki.train.tokens.xz",
     "multi30k": "train.lc.norm.tok.en.gz",
+    "precision": "train.lc.norm.tok.en.gz",
     "sst2": "train.tsv.gz",
     "t5_span": "wiki.train.tokens.xz",
     "t5_tasks": "deu-eng.zip",
@@ -82,14 +85,19 @@ def quick_compilation():
 
 def run(experiment, directory, arguments="", *, small=SMALL):
     """Train in `directory` with the command line's overrides; gives result.json."""
-    arguments = [*small.split(), *arguments.split(), "--run-dir", str(directory)]
-    kind = Run[type(experiment.CONFIG.model)]
-    experiment.main(tyro.cli(kind, default=experiment.CONFIG, args=arguments))
-    result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
+    result = result_of(experiment, directory, arguments, small=small)
     assert set(result) >= FITTED
     assert result["steps"] == 2 and result["train_seconds"] > 0 and result["tokens_per_second"] > 0
     assert result["parameters"] == load(directory)[0].num_parameters
     return result
+
+
+def result_of(experiment, directory, arguments="", *, small=SMALL):
+    """result.json of what the command line says."""
+    arguments = [*small.split(), *arguments.split(), "--run-dir", str(directory)]
+    kind = Run[type(experiment.CONFIG.model)]
+    experiment.main(tyro.cli(kind, default=experiment.CONFIG, args=arguments))
+    return json.loads((directory / "result.json").read_text(encoding="utf-8"))
 
 
 def write(path, lines, *, open=open):
@@ -131,16 +139,30 @@ def test_dates(tmp_path, no_alignments):
     assert len(lines_of(tmp_path / "run" / "hypotheses.txt")) == 90
 
 
-def test_multi30k(tmp_path, no_alignments):
+def write_multi30k(folder):
     for name, pairs in {"train": PAIRS * 5, "val": PAIRS[:3], "test_2016_flickr": PAIRS[1:]}.items():
         for side, language in enumerate(("en", "de")):
-            path = tmp_path / "data" / "tok" / f"{name}.lc.norm.tok.{language}.gz"
+            path = folder / "tok" / f"{name}.lc.norm.tok.{language}.gz"
             path.parent.mkdir(parents=True, exist_ok=True)
             write(path, [pair[side] for pair in pairs], open=gzip.open)
+
+
+def test_multi30k(tmp_path, no_alignments):
+    write_multi30k(tmp_path / "data")
     result = run(multi30k, tmp_path / "run", f"--data.dir {tmp_path / 'data'} --data.merges 13 --model.vocab-size 97")
     assert set(result) >= {"bleu", "bleu_signature", "chrf", "exact_match"}
     assert 0.0 <= result["bleu"] <= 100.0 and "tok:none" in result["bleu_signature"]
     assert len(lines_of(tmp_path / "run" / "hypotheses.txt")) == 3
+
+
+def test_precision(tmp_path):
+    """The curve in bfloat16 is another one, and close."""
+    write_multi30k(tmp_path / "data")
+    data = f"--data.dir {tmp_path / 'data'} --data.merges 13 --model.vocab-size 97"
+    result = result_of(precision, tmp_path / "run", data)
+    assert 0 < result["loss_largest_difference"] < 0.01 and result["validation_loss_largest_difference"] < 0.01
+    assert result["loss_float32"] != result["loss_bfloat16"]
+    assert read_config(tmp_path / "run" / "bfloat16").precision.compute == "bfloat16"
 
 
 @pytest.mark.parametrize("name", NEEDS_FOLDER)
@@ -399,7 +421,7 @@ def test_the_files_of_the_published_vocabulary_are_written_and_compared(tmp_path
     """Of another text they are not the published ones, and it says so; those of the text itself need the data."""
     for name in multi30k_bpe.TEXTS.values():
         for side, language in enumerate(("en", "de")):
-            path = tmp_path / "data" / "tok" / f"{name}.lc.norm.tok.{language}.gz"
+            path = folder / "tok" / f"{name}.lc.norm.tok.{language}.gz"
             path.parent.mkdir(parents=True, exist_ok=True)
             write(path, [pair[side] for pair in PAIRS * 2], open=gzip.open)
     config = replace(multi30k_bpe.CONFIG, dir=str(tmp_path / "data"), out=str(tmp_path / "out"), merges=3)

@@ -26,15 +26,15 @@ def shape(*sizes):
     return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
 
-def test_mesh_has_three_axes_over_the_first_devices():
+def test_mesh_has_four_axes_over_the_first_devices():
     mesh = make_mesh(config.Mesh(data=3, model=2))
-    assert dict(mesh.shape) == {"data": 3, "fsdp": 1, "model": 2}
+    assert dict(mesh.shape) == {"data": 3, "fsdp": 1, "sequence": 1, "model": 2}
     assert set(mesh.devices.flat) == set(jax.devices()[:6])
-    assert dict(make_mesh(config.Mesh()).shape) == {"data": 1, "fsdp": 1, "model": 1}
+    assert dict(make_mesh(config.Mesh()).shape) == {"data": 1, "fsdp": 1, "sequence": 1, "model": 1}
 
 
 def test_mesh_larger_than_the_machine_is_refused():
-    with pytest.raises(ValueError, match=r"data 3 x fsdp 1 x model 5 needs 15 devices, there are 8 \(cpu\)"):
+    with pytest.raises(ValueError, match=r"data 3 x fsdp 1 x sequence 1 x model 5 needs 15 devices, there are 8 \(cpu\)"):
         make_mesh(config.Mesh(data=3, model=5))
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+import jax
 import numpy as np
 import tyro
 
@@ -22,6 +23,7 @@ from tfm_jax.decode.text import stream as stream_text
 from tfm_jax.decode.text import translate as translate_lines
 from tfm_jax.equivalence import compact, mismatches, save, table
 from tfm_jax.plan import cache_bytes, find_model, parameter_layout, unit
+from tfm_jax.sharding import make_mesh
 from tfm_jax.train.checkpoint import DamagedCheckpoint
 from tfm_jax.train.evaluate import evaluate_translation
 from tfm_jax.train.pretrained import read_vocabulary
@@ -31,7 +33,9 @@ from tfm_jax.train.run import TOKENIZER, decode_settings, is_hf, load, read_conf
 ONE_DEVICE = Mesh()
 
 
-def translate(run: str, beams: int | None = None, nbest: int | None = None, *, scores: bool = False) -> None:
+def translate(
+    run: str, beams: int | None = None, nbest: int | None = None, mesh: Mesh = ONE_DEVICE, *, scores: bool = False
+) -> None:
     """Translate stdin to stdout: n lines in, n lines out, in order, blank lines blank.
 
     A Hugging Face directory says in generation_config.json how it translates, else greedily; sampling is not taken.
@@ -41,12 +45,13 @@ def translate(run: str, beams: int | None = None, nbest: int | None = None, *, s
         beams: Hypotheses kept at each step, 1 is greedy search. None: as the directory says.
         nbest: So many lines for each line, the best translation first, empty where there are not so many. None: as the
             directory says.
+        mesh: Devices by axis, over which the model lies.
         scores: Put the score of a translation and a tab before it: log p / penalty ** length_penalty.
     """
     decode = _decode(run, beams=beams, nbest=nbest)
-    model, params, tokenizer = load(run)
-    lines = split_lines(sys.stdin.buffer.read(), "stdin")
-    with LineCounter("translating", len(lines)) as counter:
+    devices, lines = make_mesh(mesh), split_lines(sys.stdin.buffer.read(), "stdin")
+    model, params, tokenizer = load(run, mesh=devices)
+    with jax.set_mesh(devices), LineCounter("translating", len(lines)) as counter:
         found = translate_lines(
             model, params, tokenizer, lines, decode=decode, where=lambda i: f"stdin:{i + 1}", progress=counter.update
         )
@@ -63,6 +68,7 @@ def generate(
     max_new_tokens: int | None = None,
     repetition_penalty: float | None = None,
     no_repeat_ngram: int | None = None,
+    mesh: Mesh = ONE_DEVICE,
 ) -> None:
     """Continue a text: what a decoder-only model writes after the prompt goes to stdout as it is written.
 
@@ -77,18 +83,21 @@ def generate(
         max_new_tokens: Longest text, its end included. None: as the directory says. Unit: tokens.
         repetition_penalty: Above 1, tokens that occurred already are less likely. None: as the directory says.
         no_repeat_ngram: No sequence of so many tokens occurs twice. None: as the directory says. Unit: tokens.
+        mesh: Devices by axis, over which the model lies.
     """
     if sampling.temperature == 0 and replace(sampling, seed=0) != GREEDY:
         raise ValueError("top-k, top-p and min-p say what may be drawn, but at temperature 0 nothing is: raise it")
     limits = {"repetition_penalty": repetition_penalty, "no_repeat_ngram": no_repeat_ngram}
     decode = _decode(run, max_new_tokens=max_new_tokens, **limits)
-    for piece in stream_text(*load(run), prompt, decode=decode, sampling=sampling):
-        sys.stdout.buffer.write(piece.encode())
-        sys.stdout.buffer.flush()
+    devices = make_mesh(mesh)
+    with jax.set_mesh(devices):
+        for piece in stream_text(*load(run, mesh=devices), prompt, decode=decode, sampling=sampling):
+            sys.stdout.buffer.write(piece.encode())
+            sys.stdout.buffer.flush()
     sys.stdout.buffer.write(b"\n")
 
 
-def classify(run: str) -> None:
+def classify(run: str, mesh: Mesh = ONE_DEVICE) -> None:
     """Write what a model says of each line of stdin: n lines in, n lines out, in order, without the text.
 
     A line of a model with head sequence is the likeliest label, a tab and its probability; of one with head regression
@@ -96,15 +105,17 @@ def classify(run: str) -> None:
 
     Args:
         run: Directory of the run that trained the model, or of a Hugging Face model.
+        mesh: Devices by axis, over which the model lies.
     """
-    model, params, tokenizer = load(run)
+    devices = make_mesh(mesh)
+    model, params, tokenizer = load(run, mesh=devices)
     head, labels = getattr(model.config, "head", None), getattr(model.config, "labels", ())
     if head not in ("sequence", "regression"):
         raise ValueError(f"a {model.config.family!r} model with head {head!r} has no labels for a line: give another")
     if not is_hf(run) and len(read_config(run).data.features) == 2:
         raise ValueError(f"the model in {run} was trained on two texts at once, and a line is one: use model.apply")
     lines = split_lines(sys.stdin.buffer.read(), "stdin")
-    with LineCounter("reading", len(lines)) as counter:
+    with jax.set_mesh(devices), LineCounter("reading", len(lines)) as counter:
         where = lambda i: f"stdin:{i + 1}"  # noqa: E731
         rows = predict(model, params, tokenizer, lines, where=where, progress=counter.update).astype(np.float64)
     for row in rows:
@@ -116,7 +127,7 @@ def classify(run: str) -> None:
         sys.stdout.buffer.write(f"{line}\n".encode())
 
 
-def evaluate(run: str, source: str, target: str, beams: int | None = None) -> None:
+def evaluate(run: str, source: str, target: str, beams: int | None = None, mesh: Mesh = ONE_DEVICE) -> None:
     """Translate a file and print its scores as JSON: bleu with its signature, chrf, exact_match.
 
     Args:
@@ -124,10 +135,12 @@ def evaluate(run: str, source: str, target: str, beams: int | None = None) -> No
         source: File with one sentence a line, plain or .gz.
         target: File with the translation of each line.
         beams: Hypotheses kept at each step, 1 is greedy search. None: as the directory says.
+        mesh: Devices by axis, over which the model lies.
     """
-    decode, text = _decode(run, beams=beams), read_parallel(source, target)
-    model, params, tokenizer = load(run)
-    scores, _ = evaluate_translation(model, params, tokenizer, text, decode=decode)
+    decode, text, devices = _decode(run, beams=beams), read_parallel(source, target), make_mesh(mesh)
+    model, params, tokenizer = load(run, mesh=devices)
+    with jax.set_mesh(devices):
+        scores, _ = evaluate_translation(model, params, tokenizer, text, decode=decode)
     print(json.dumps(scores | {"examples": len(text)}, indent=2, ensure_ascii=False))
 
 

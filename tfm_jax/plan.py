@@ -57,14 +57,12 @@ class Layout:
 
     def table(self) -> str:
         """A line a parameter, and the sums."""
-        mesh = self.mesh
         head = ("parameter", "shape", "dtype", "axes of the mesh", "a device holds")
         lines = [head, *(_cells(row) for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = ["  ".join([*map(str.ljust, line[:-1], widths), line[-1].rjust(widths[-1])]) for line in lines]
-        devices = mesh.data * mesh.fsdp * mesh.model
         sums = f"{self.parameters:,} parameters, {unit(self.total_bytes)}; {unit(self.device_bytes)} on each of "
-        sums += f"{devices} devices (data {mesh.data} x fsdp {mesh.fsdp} x model {mesh.model})"
+        sums += f"{math.prod(self.mesh.axes.values())} devices ({self.mesh})"
         return "\n".join([*text, "", sums])
 
 

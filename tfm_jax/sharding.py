@@ -1,5 +1,6 @@
 """Where arrays live: the mesh, one rules table for parameters and one for activations."""
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,19 +11,18 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from tfm_jax import config
 
 PARAMETER_AXES = {"embed": "fsdp", "mlp": "model", "heads": "model", "kv_heads": "model", "vocab": "model"}
-ACTIVATION_AXES = {"batch": ("data", "fsdp"), "heads": "model", "mlp": "model", "vocab": "model"}
+ACTIVATION_AXES = {"batch": ("data", "fsdp"), "length": "sequence", "heads": "model", "mlp": "model", "vocab": "model"}
 
 
 def make_mesh(mesh: config.Mesh) -> jax.sharding.Mesh:
-    """The device mesh with axes data, fsdp, model over the first devices there are.
+    """The device mesh with axes data, fsdp, sequence, model over the first devices there are.
 
     Raises `ValueError` when there are fewer devices than the axes need.
     """
-    sizes, devices = _sizes(mesh), jax.devices()
+    sizes, devices = mesh.axes, jax.devices()
     needed = math.prod(sizes.values())
     if needed > len(devices):
-        axes = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        raise ValueError(f"the mesh {axes} needs {needed} devices, there are {len(devices)} ({devices[0].platform})")
+        raise ValueError(f"the mesh {mesh} needs {needed} devices, there are {len(devices)} ({devices[0].platform})")
     return jax.make_mesh(
         tuple(sizes.values()), tuple(sizes), devices=devices[:needed], axis_types=(AxisType.Auto,) * len(sizes)
     )
@@ -30,12 +30,8 @@ def make_mesh(mesh: config.Mesh) -> jax.sharding.Mesh:
 
 def abstract_mesh(mesh: config.Mesh) -> AbstractMesh:
     """The mesh of `make_mesh` without its devices, of which there need be none: for layouts, not for arrays."""
-    sizes = _sizes(mesh)
+    sizes = mesh.axes
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-
-
-def _sizes(mesh: config.Mesh) -> dict[str, int]:
-    return {"data": mesh.data, "fsdp": mesh.fsdp, "model": mesh.model}
 
 
 def partition_spec(axes: tuple[str | None, ...], rules: Mapping[str, Any]) -> PartitionSpec:
@@ -80,14 +76,26 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(ACTIVATION_AXES["batch"]))
 
 
-def batch_is_shared() -> bool:
-    """Whether the mesh in use divides the rows of a batch over several devices."""
+def tokens_are_shared() -> bool:
+    """Whether the mesh in use divides the tokens of a batch, by rows or by length, over several devices."""
     shape = jax.sharding.get_abstract_mesh().shape
-    return any(shape.get(axis, 1) > 1 for axis in ACTIVATION_AXES["batch"])
+    return any(shape.get(axis, 1) > 1 for axis in (*ACTIVATION_AXES["batch"], ACTIVATION_AXES["length"]))
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Ask the partitioner to lay x out by the logical names of its dimensions; the identity outside a mesh."""
-    if jax.sharding.get_abstract_mesh().empty:
+    """Ask the partitioner to lay x out by the logical names of its dimensions; the identity outside a mesh.
+
+    A dimension that the mesh does not divide, as the one column of a decoding step, stays whole.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
         return x
-    return jax.lax.with_sharding_constraint(x, partition_spec(axes, ACTIVATION_AXES))
+    spec = partition_spec(axes, ACTIVATION_AXES)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*map(functools.partial(_dividing, mesh), spec, x.shape)))
+
+
+def _dividing(mesh, names, size):
+    """The mesh axes of a dimension, those of them that the mesh has; None where they do not divide its size."""
+    names = (names,) if isinstance(names, str) else names or ()
+    names = tuple(name for name in names if name in mesh.shape)
+    return names if names and size % math.prod(mesh.shape[name] for name in names) == 0 else None

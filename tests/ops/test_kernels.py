@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -21,7 +22,7 @@ import pytest
 from tfm_jax.ops import AttentionMask, dot_product_attention, explain_implementation, kernels
 from tfm_jax.ops.biases import DenseBias, ScoreFunction, SoftCap, T5Bias, alibi, as_biases
 from tfm_jax.ops.kernels import CuDNN, Splash
-from tfm_jax.ops.scores import Request
+from tfm_jax.ops.scores import Place, Request
 
 ROOT = Path(__file__).parents[2]
 SPLASH = Splash(interpret=True, block=128)
@@ -174,11 +175,31 @@ def last_segment(T, S, **rules):
 )
 def test_who_sees_nothing_and_what_is_never_seen_is_known_without_an_array(T, S, window, segments):
     """B01: exactly as the whole array of the mask says; in several tiles, too (T = 1,031)."""
+    whole = Place(0, 0, 0, (2, 1, T, S))
     for causal in (False, True):
         mask = segments(T, S, window=window, causal=causal)
         array = np.ones((2, 1, T, S), bool) if not mask.facts else np.asarray(mask.array(T, S))
-        for known, axis in zip(kernels._partners(mask, 2, T, S), (3, 2), strict=True):
+        for known, axis in zip(kernels._partners(mask, 2, T, S, whole), (3, 2), strict=True):
             assert (array.any(axis=axis)[:, 0] == (True if known is None else np.asarray(known))).all()
+
+
+@pytest.mark.parametrize("window", [None, (2, None), (3, 1), (None, 2)])
+@pytest.mark.parametrize("segments", [lambda T, S, **rules: AttentionMask(**rules), cross_segments])
+def test_partners_of_a_part_of_the_queries_are_those_of_the_whole(segments, window):
+    """B01: a part's own queries that see nothing; of keys, at least those are cleared that no query at all sees."""
+    T, S, part = 12, 7, 4
+    for causal in (False, True):
+        mask = segments(T, S, window=window, causal=causal)
+        array = np.ones((2, 1, T, S), bool) if not mask.facts else np.asarray(mask.array(T, S))
+        for first in range(0, T, part):
+            own = array[:, 0, first : first + part]
+            given = mask.query_segment_ids
+            cut = mask if given is None else replace(mask, query_segment_ids=given[:, first : first + part])
+            place = Place(0, 0, jnp.asarray(first, jnp.int32), (2, 1, T, S))
+            live, seen = (x if x is None else np.asarray(x) for x in kernels._partners(cut, 2, part, S, place))
+            assert (own.any(axis=2) == (True if live is None else live)).all()
+            seen = np.ones((2, S), bool) if seen is None else np.broadcast_to(seen, (2, S))
+            assert (seen >= own.any(axis=1)).all() and (seen <= array.any(axis=(1, 2))).all()
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ docstring under a field is its help on the command line.
 from tfm_jax.config.checks import require, require_rates
 from tfm_jax.config.data import Corruption, Data
 from tfm_jax.config.json import differences, from_dict, to_dict, to_json
-from tfm_jax.config.run import Decode, Mesh, Optimizer, Run, Train
+from tfm_jax.config.run import Decode, Mesh, Optimizer, Precision, Run, Train
 
 __all__ = [
     "Corruption",
@@ -15,6 +15,7 @@ __all__ = [
     "Decode",
     "Mesh",
     "Optimizer",
+    "Precision",
     "Run",
     "Train",
     "differences",

@@ -38,6 +38,9 @@ class Corruption:
         require(self.sentinels >= 1, f"data.corruption.sentinels is {self.sentinels}: at least 1 is needed")
 
 
+_LEAST = {"num_buckets": 1, "rows_multiple": 1, "lengths_multiple": 1, "workers": 0, "seed": 0, "merges": 0}
+
+
 @dataclass(frozen=True)
 class Data:
     """Where the text comes from and how it becomes batches."""
@@ -96,6 +99,8 @@ class Data:
     """How many (source length, target length) shapes batches come in: each costs one compilation, more waste less."""
     rows_multiple: int = 8
     """The rows of a batch are a multiple of it, so every number of devices that divides it sees the same batches."""
+    lengths_multiple: int = 1
+    """The lengths of rows are multiples of it, so every number of devices that divides it can share a row."""
     corruption: Corruption = field(default_factory=Corruption)
     """What is hidden of a text, to be predicted."""
     workers: int = 0
@@ -105,9 +110,14 @@ class Data:
 
     def __post_init__(self):
         require(self.max_length >= 2, f"data.max_length is {self.max_length}: at least 2 tokens are needed")
-        for name, low in {"num_buckets": 1, "rows_multiple": 1, "workers": 0, "seed": 0, "merges": 0}.items():
+        for name, low in _LEAST.items():
             value = getattr(self, name)
             require(value is None or value >= low, f"data.{name} is {value}: at least {low} is needed")
+        require(
+            self.max_length % self.lengths_multiple == 0,
+            f"data.max_length is {self.max_length}, data.lengths_multiple {self.lengths_multiple}: the longest row is "
+            "a multiple of it too, change one of them",
+        )
         require(
             self.max_length >= 4 or self.corruption.name != "prefix",
             f"data.max_length is {self.max_length}: for prefix at least 4 are needed, two of a text and two ends",

@@ -21,15 +21,47 @@ class Mesh:
     """Shards of parameters and optimizer state, which also share the batch (fully sharded). Unit: devices."""
     model: int = 1
     """Shards of heads, feed-forward width and vocabulary (tensor parallelism). Unit: devices."""
+    sequence: int = 1
+    """Shards of the length of every text, for long ones: each device has its own part of the tokens and of the queries
+    and gathers the keys. Unit: devices."""
 
     def __post_init__(self):
         for name, size in dataclasses.asdict(self).items():
             require(size >= 1, f"mesh.{name} is {size}: an axis spans at least one device")
 
     @property
+    def axes(self) -> dict[str, int]:
+        """Devices by axis, those that send each other most last: neighbours are closest along the last axis."""
+        return {name: getattr(self, name) for name in ("data", "fsdp", "sequence", "model")}
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in self.axes.items())
+
+    @property
     def batch_shards(self) -> int:
         """How many devices share the rows of a batch."""
         return self.data * self.fsdp
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of training. Softmax, norms and the loss are float32 whatever they say."""
+
+    params: Literal["float32", "bfloat16"] = "float32"
+    """Of the parameters between updates, and so of those that a run ends with."""
+    compute: Literal["float32", "bfloat16"] = "float32"
+    """Of activations and matrix products, for which parameters are rounded; bfloat16 halves memory and traffic and is
+    what accelerators are fast in."""
+    reduce: Literal["float32", "bfloat16"] = "float32"
+    """Of the sums of gradients over micro-batches, their norm and clipping, and of the optimizer's state and update.
+    The sum over devices of a matrix's gradient is made in the dtype of the product, compute."""
+
+    def __post_init__(self):
+        require(
+            self.params == "float32" or self.compute == "bfloat16",
+            f"precision.params is {self.params!r}, precision.compute {self.compute!r}: no product is more exact than what "
+            "it is of, set both to bfloat16",
+        )
 
 
 @dataclass(frozen=True)
@@ -40,31 +72,48 @@ class Optimizer:
     encoder.layers.3.attention.query_bias, where a stack's layers are counted from 0.
     """
 
-    name: Literal["adam", "adamw"] = "adam"
-    """The update rule: Adam (Kingma and Ba 2015), or with weight decay beside it (Loshchilov and Hutter 2019)."""
-    schedule: Literal["inverse_sqrt", "constant", "linear", "cosine"] = "inverse_sqrt"
+    name: Literal["adam", "adamw", "adafactor", "lion", "muon", "sgd"] = "adam"
+    """The update rule: Adam (Kingma and Ba 2015), or with weight decay beside it (Loshchilov and Hutter 2019);
+    adafactor (Shazeer and Stern 2018: factored second moments, updates clipped at 1 and taken times the root mean
+    square of the parameter, no momentum); lion (Chen et al. 2023); muon (Jordan et al. 2024) for the matrices of
+    attention and feed-forward networks, with updates as large as adamw's, and adamw for the rest; sgd."""
+    schedule: Literal["inverse_sqrt", "constant", "linear", "cosine", "warmup_stable_decay"] = "inverse_sqrt"
     """After the linear warm-up: inverse_sqrt falls as 1/sqrt(update) (Vaswani et al. 2017, eq. 3); constant stays;
-    linear and cosine (Loshchilov and Hutter 2017, half a period) fall to final_learning_rate at update decay_steps."""
+    linear and cosine (Loshchilov and Hutter 2017, half a period) fall to final_learning_rate at update decay_steps;
+    warmup_stable_decay (Hu et al. 2024) stays until update stable_steps, and then falls there as a line."""
     learning_rate: float = 5e-4
     """Peak, reached at the last warm-up update. The paper's peak is (d_model * warmup_steps) ** -0.5."""
     warmup_steps: int = 4000
     """Length of the linear warm-up. Unit: updates."""
+    stable_steps: int = 0
+    """The last update at the peak of warmup_stable_decay, warm-up included. Unit: updates."""
     decay_steps: int = 0
-    """The update at which linear and cosine have reached final_learning_rate, where they stay. Unit: updates."""
+    """The update at which a falling schedule has reached final_learning_rate, where it stays. Unit: updates."""
     final_learning_rate: float = 0.0
-    """Where linear and cosine end."""
+    """Where linear, cosine and warmup_stable_decay end."""
     b1: float = 0.9
-    """Decay of the mean of gradients."""
+    """Decay of the mean of gradients: adam, adamw, muon's adamw. For lion its share in the sum whose sign is taken."""
     b2: float = 0.98
-    """Decay of the mean of squared gradients."""
+    """Decay of the mean of squared gradients: adam, adamw, muon's adamw. For lion, decay of the mean of gradients."""
     eps: float = 1e-9
-    """Added to the root of the mean of squared gradients."""
+    """Added to the root of the mean of squared gradients: adam, adamw, muon's adamw."""
+    momentum: float = 0.0
+    """Decay of the sum of gradients, for sgd (0: none), and of the mean of gradients of muon's matrices, which its
+    authors set to 0.95."""
     clip_norm: float | None = None
     """Gradients with a larger global norm are scaled down to it; None: no clipping."""
     weight_decay: float = 0.0
-    """For adamw: this share of a parameter, times the learning rate, is taken off at each update."""
-    no_decay: tuple[str, ...] = ("*bias", "*scale", "*position_bias.table")
-    """Patterns of parameters without weight decay: by default biases and the scales of norms."""
+    """This share of a parameter, times the learning rate, is taken off at each update, whatever the rule but adam."""
+    no_decay: tuple[str, ...] = (
+        "*bias",
+        "*scale",
+        "*position_embedding.table",
+        "*position_bias.table",
+        "*relative_key",
+        "*relative_value",
+    )
+    """Patterns of parameters without weight decay: by default biases, the scales of norms and what is looked up by
+    position or distance. Token embeddings decay, as BERT's and GPT-2's do."""
     layer_decay: float = 1.0
     """The learning rate of each layer is that of the layer above it times this (Clark et al. 2020, ELECTRA): 1 at the
     head and the norm below it, layer_decay at the last layer, the smallest at the embeddings."""
@@ -75,29 +124,54 @@ class Optimizer:
         for name in ("learning_rate", "eps"):
             value = getattr(self, name)
             require(0 < value < math.inf, f"optimizer.{name} is {value}: it must be positive and finite")
-        require(self.warmup_steps >= 0, f"optimizer.warmup_steps is {self.warmup_steps}: it must not be negative")
-        require(0 <= self.b1 < 1 and 0 <= self.b2 < 1, f"optimizer.b1, b2 are {self.b1}, {self.b2}: they lie in [0, 1)")
+        for name in ("b1", "b2", "momentum"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"optimizer.{name} is {value}: it lies in [0, 1)")
         require(
             self.clip_norm is None or 0 < self.clip_norm < math.inf,
             f"optimizer.clip_norm is {self.clip_norm}: give > 0 or None",
-        )
-        falls = self.schedule in ("linear", "cosine")
-        steps = f"optimizer.decay_steps is {self.decay_steps}, warmup_steps {self.warmup_steps}"
-        require(not falls or self.decay_steps > self.warmup_steps, f"{steps}: {self.schedule} ends after the warm-up")
-        unused = falls or (self.decay_steps, self.final_learning_rate) == (0, 0.0)
-        require(unused, f"optimizer.decay_steps, final_learning_rate are for linear and cosine, not {self.schedule!r}")
-        end, peak = self.final_learning_rate, self.learning_rate
-        require(0 <= end <= peak, f"optimizer.final_learning_rate is {end}: it lies between 0 and the peak, {peak}")
-        decay = self.weight_decay
-        require(0 <= decay < math.inf, f"optimizer.weight_decay is {decay}: it must not be negative")
-        require(
-            decay == 0 or self.name == "adamw", f"optimizer.weight_decay is {decay}: {self.name!r} has none, adamw has"
         )
         require(0 < self.layer_decay <= 1, f"optimizer.layer_decay is {self.layer_decay}: it lies in (0, 1]")
         for name in ("no_decay", "frozen"):
             patterns = getattr(self, name)
             known = type(patterns) is tuple and all(type(pattern) is str for pattern in patterns)
             require(known, f"optimizer.{name} is {patterns!r}: a tuple of patterns is expected")
+        self._check_schedule()
+        self._check_rule()
+
+    def _check_schedule(self):
+        warmup, stable, decay = self.warmup_steps, self.stable_steps, self.decay_steps
+        require(warmup >= 0, f"optimizer.warmup_steps is {warmup}: it must not be negative")
+        stays = self.schedule == "warmup_stable_decay"
+        unused = f"optimizer.stable_steps is {stable}: it is for warmup_stable_decay, not {self.schedule!r}"
+        require(stays or stable == 0, unused)
+        order = f"optimizer.warmup_steps, stable_steps, decay_steps are {warmup}, {stable}, {decay}: they come in this"
+        require(not stays or warmup <= stable < decay, f"{order} order, the last two apart")
+        falls = stays or self.schedule in ("linear", "cosine")
+        steps = f"optimizer.decay_steps is {decay}, warmup_steps {warmup}"
+        require(not falls or decay > warmup, f"{steps}: {self.schedule} ends after the warm-up")
+        falling = "linear, cosine and warmup_stable_decay"
+        unused = f"optimizer.decay_steps, final_learning_rate are for {falling}, not {self.schedule!r}"
+        require(falls or (decay, self.final_learning_rate) == (0, 0.0), unused)
+        end, peak = self.final_learning_rate, self.learning_rate
+        require(0 <= end <= peak, f"optimizer.final_learning_rate is {end}: it lies between 0 and the peak, {peak}")
+
+    def _check_rule(self):
+        adam = ("b1", "b2", "eps")
+        own = {"adafactor": (), "lion": ("b1", "b2"), "muon": (*adam, "momentum"), "sgd": ("momentum",)}
+        for name in (*adam, "momentum"):
+            value, default = getattr(self, name), getattr(Optimizer, name)
+            used = name in own.get(self.name, adam) or value == default
+            require(used, f"optimizer.{name} is {value}: {self.name!r} has none, leave it at {default}")
+        require(
+            self.name != "muon" or self.momentum > 0,
+            f"optimizer.momentum is {self.momentum}: muon needs one, its authors' is 0.95",
+        )
+        decay = self.weight_decay
+        require(0 <= decay < math.inf, f"optimizer.weight_decay is {decay}: it must not be negative")
+        require(decay == 0 or self.name != "adam", f"optimizer.weight_decay is {decay}: 'adam' has none, adamw has")
+        own = sorted({*self.no_decay} - {*Optimizer.no_decay})
+        require(decay > 0 or not own, f"optimizer.no_decay has {own}, weight_decay is {decay}: nothing would decay")
 
 
 @dataclass(frozen=True)
@@ -110,6 +184,9 @@ class Train:
     """Limit of passes over the training data. None: no such limit."""
     max_minutes: float | None = None
     """Limit of time in the training loop (validation and saving included), summed over resumed parts. Unit: minutes."""
+    micro_batches: int = 1
+    """Parts of a batch that go through the model one after another before the update, which is that of the whole batch:
+    more take less memory."""
     label_smoothing: float = 0.1
     """Share of the target probability spread evenly over the vocabulary (Szegedy et al. 2016)."""
     z_loss: float = 0.0
@@ -142,7 +219,7 @@ class Train:
         require(any(v is not None for v in limits.values()), "train: give steps, epochs or max_minutes as the limit")
         for name, value in limits.items() | {"patience": self.patience}.items():
             require(value is None or 0 < value < math.inf, f"train.{name} is {value}: give a positive number or None")
-        for name in ("checkpoint_every", "keep_last", "log_every"):
+        for name in ("micro_batches", "checkpoint_every", "keep_last", "log_every"):
             require(getattr(self, name) >= 1, f"train.{name} is {getattr(self, name)}: at least 1 is needed")
         require(0 <= self.label_smoothing < 1, f"train.label_smoothing is {self.label_smoothing}: it lies in [0, 1)")
         require(0 <= self.z_loss < math.inf, f"train.z_loss is {self.z_loss}: it must not be negative")
@@ -225,6 +302,8 @@ class Run(Generic[ModelConfig]):
     """How text is generated and scored."""
     mesh: Mesh = field(default_factory=Mesh)
     """Devices by axis."""
+    precision: Precision = field(default_factory=Precision)
+    """Dtypes of training."""
 
     def __post_init__(self):
         require(
@@ -242,10 +321,16 @@ class Run(Generic[ModelConfig]):
         require(
             not (self.train.init_from and file), f"{both}: init_from brings its own vocabulary, leave the other out"
         )
-        shards, multiple = self.mesh.batch_shards, self.data.rows_multiple
+        shards, parts, multiple = self.mesh.batch_shards, self.train.micro_batches, self.data.rows_multiple
         require(
-            multiple % shards == 0,
-            f"mesh.data x mesh.fsdp is {shards}: it must divide data.rows_multiple, {multiple}, to share every batch",
+            multiple % (shards * parts) == 0,
+            f"mesh.data x mesh.fsdp is {shards}, train.micro_batches {parts}: their product must divide "
+            f"data.rows_multiple, {multiple}, to share every batch; change one of them",
+        )
+        parts, multiple = self.mesh.sequence, self.data.lengths_multiple
+        require(
+            multiple % parts == 0,
+            f"mesh.sequence is {parts}: it must divide data.lengths_multiple, {multiple}, to share every row",
         )
         require(
             self.decode.max_new_tokens <= self.model.max_length,

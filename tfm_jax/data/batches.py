@@ -40,7 +40,8 @@ class Batches:
 
     Without `row_length` rows of similar length share a batch (`BucketPlan`); with it rows of so many tokens are filled
     with examples (`PackPlan`). Rows times the longer length is at most `tokens_per_batch`; rows is a multiple of
-    `rows_multiple`, which the number of devices that share a batch must divide. Raises `ValueError` if no row fits.
+    `rows_multiple`, which the number of devices that share a batch must divide, and lengths are multiples of
+    `lengths_multiple`. Raises `ValueError` if no row fits.
 
     `shapes`: those in use. `padding_share`: the share of an epoch's cells, all sides, that hold padding.
     """
@@ -53,13 +54,14 @@ class Batches:
         num_buckets: int = 1,
         row_length: int | None = None,
         rows_multiple: int = 1,
+        lengths_multiple: int = 1,
         seed: int = 0,
         shuffle: bool = True,
     ):
         require(len(examples) > 0, "there are no examples to make batches of: give at least one")
         require(examples.labels is None or row_length is None, "a label is that of a row: leave row_length out")
         self.examples, self._seed, self._shuffle = examples, seed, shuffle
-        settings = {"budget": tokens_per_batch, "multiple": rows_multiple}
+        settings = {"budget": tokens_per_batch, "multiple": rows_multiple, "length_multiple": lengths_multiple}
         self._units, lengths = examples.units or (None, examples.lengths)
         if row_length is None:
             self._plan = BucketPlan(lengths, num_buckets=num_buckets, **settings)
@@ -199,6 +201,7 @@ def make_batches(data: Data, text: Text, tokenizer: Tokenizer, *, vocab_size: in
         num_buckets=min(data.num_buckets, 4) if evaluation else data.num_buckets,
         row_length=data.max_length if data.batching == "packed" else None,
         rows_multiple=data.rows_multiple,
+        lengths_multiple=data.lengths_multiple,
         seed=data.seed,
         shuffle=not evaluation,
     )

@@ -56,10 +56,19 @@ class BucketPlan:
     """One example (or unit of examples) a row; similar lengths share a batch, in at most `num_buckets` shapes.
 
     The shapes are those that pad least. Rows times the longer length is at most `budget` (tokens), rows a multiple of
-    `multiple`. Raises `ValueError` if no row of the longest examples fits.
+    `multiple` and lengths of `length_multiple`. Raises `ValueError` if no row of the longest examples fits.
     """
 
-    def __init__(self, lengths: Int[np.ndarray, "n sides"], *, budget: int, num_buckets: int, multiple: int):
+    def __init__(
+        self,
+        lengths: Int[np.ndarray, "n sides"],
+        *,
+        budget: int,
+        num_buckets: int,
+        multiple: int,
+        length_multiple: int = 1,
+    ):
+        lengths = -(-lengths // length_multiple) * length_multiple
         kinds, kind_of, counts = np.unique(lengths, axis=0, return_inverse=True, return_counts=True)
         enough = -(-len(lengths) // multiple) * multiple
         rows_of = lambda longest: min(rows_within(budget, longest, multiple), enough)  # noqa: E731
@@ -93,13 +102,22 @@ class PackPlan:
     an example is longer than a row.
     """
 
-    def __init__(self, lengths: Int[np.ndarray, "n sides"], *, budget: int, row_length: int, multiple: int):
+    def __init__(
+        self,
+        lengths: Int[np.ndarray, "n sides"],
+        *,
+        budget: int,
+        row_length: int,
+        multiple: int,
+        length_multiple: int = 1,
+    ):
         if (longest := int(lengths.max())) > row_length:
             raise ValueError(
                 f"row_length is {row_length}, the longest example has {longest} tokens: raise it to at least that"
             )
         totals = lengths.sum(axis=0)
         sides = np.maximum(-(-row_length * totals // totals.max()), lengths.max(axis=0))
+        sides = -(-sides // length_multiple) * length_multiple
         row_of, number = _best_fit(lengths, sides)
         rows = min(rows_within(budget, int(sides.max()), multiple), -(-number // multiple) * multiple)
         shape = Shape(rows, tuple(sides.tolist()))

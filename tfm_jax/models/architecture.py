@@ -8,9 +8,11 @@ from tfm_jax.config import require, require_rates
 from tfm_jax.nn.attention import head_size, kv_heads_of
 from tfm_jax.nn.blocks import BlockSizes
 from tfm_jax.nn.positions import require_implementation, require_positions
-from tfm_jax.ops import BlockSettings, Rotary
+from tfm_jax.ops import BlockSettings, Rotary, Shared
 from tfm_jax.ops.blocks import Activation
+from tfm_jax.sharding import ACTIVATION_AXES
 
+DIVIDED = {name: ACTIVATION_AXES[name] for name in ("batch", "heads", "length")}
 Positions = Literal["sinusoidal", "sinusoidal_halves", "learned", "rope", "alibi", "shaw", "t5", "none"]
 
 
@@ -75,6 +77,12 @@ class Architecture:
     """Distance from which on all share the last bucket, for positions = t5. Unit: tokens."""
     implementation: Literal["auto", "reference", "blockwise", "cudnn", "splash"] = "auto"
     """Of attention over whole sequences; auto chooses by platform, shape and request (`ops.explain_implementation`)."""
+    remat: Literal["none", "dots", "full"] = "none"
+    """What a training step computes again for the gradient instead of keeping it: nothing; all of a layer but its
+    products with parameters; or all of it, from its input alone, for the least memory."""
+    unroll: int = 1
+    """Layers that the loop over equal layers runs in one turn; more of them compile longer and may run faster. The last
+    turn may have fewer. Unit: layers."""
     attention_scale: Literal["sqrt", "none"] = "sqrt"
     """Scores divided by sqrt(d_k), or left as they are (T5)."""
     attention_bias: bool = True
@@ -91,7 +99,7 @@ class Architecture:
     def check(self, *layers: str) -> None:
         """Raise `ValueError` for switches that do not go together; `layers` name the numbers of layers."""
         _require_types(self, "model")
-        for name in ("vocab_size", "max_length", "d_model", "d_ff", "num_heads", *layers, "d_k", "d_v"):
+        for name in ("vocab_size", "max_length", "d_model", "d_ff", "num_heads", "unroll", *layers, "d_k", "d_v"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"model.{name} is {value}: at least 1 is needed")
         # the gradient of a norm takes it to the power -3/2 where all that is normed is equal
@@ -122,7 +130,9 @@ class Architecture:
             activation=self.activation,
             attention_scale=self.attention_scale,
             rope=self.rope if self.positions == "rope" else None,
-            implementation=self.implementation,
+            implementation=Shared(self.implementation, **DIVIDED),
+            remat=self.remat,
+            unroll=self.unroll,
             residual_dropout=self.dropout.residual,
             attention_dropout=self.dropout.attention,
             feed_forward_dropout=self.dropout.feed_forward,

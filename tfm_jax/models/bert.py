@@ -114,7 +114,10 @@ class BERT(nnx.Module):
                 table, bias = self.output_layer()
                 logits = vocabulary_logits(self.masked(x), table)
                 return constrain(
-                    logits if bias is None else logits + bias.astype(logits.dtype)[None, None], "batch", None, "vocab"
+                    logits if bias is None else logits + bias.astype(logits.dtype)[None, None],
+                    "batch",
+                    "length",
+                    "vocab",
                 )
             case "pooled":
                 return self.pooler(x)
@@ -176,7 +179,7 @@ class BERT(nnx.Module):
             x = x + self.token_type_embedding(jnp.zeros_like(tokens) if token_types is None else token_types)
         kind, table = self.config.positions, getattr(self, "position_embedding", None)
         x = self.embedding_norm(with_positions(x, or_counted(positions, tokens), kind, table))
-        x = constrain(dropout(x, rate=self.config.dropout.embedding, key=key), "batch", None, None)
+        x = constrain(dropout(x, rate=self.config.dropout.embedding, key=key), "batch", "length", None)
         relative = positions if kind in ("alibi", "shaw", "t5") else None
         return x, {"mask": AttentionMask(relative, relative, segment_ids, segment_ids), "positions": positions}
 

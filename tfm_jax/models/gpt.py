@@ -181,7 +181,7 @@ class GPT(nnx.Module):
     def _embed(self, tokens, positions, key):
         x = self.embedding(tokens)
         x = with_positions(x, positions, self.config.positions, getattr(self, "position_embedding", None))
-        return constrain(dropout(x, rate=self.config.dropout.embedding, key=key), "batch", None, None)
+        return constrain(dropout(x, rate=self.config.dropout.embedding, key=key), "batch", "length", None)
 
     def output_layer(self) -> tuple[Float[Array, "V D"], Float[Array, "V"] | None]:
         """As `Model.output_layer`."""
@@ -198,7 +198,7 @@ class GPT(nnx.Module):
         table, bias = self.output_layer()
         logits = vocabulary_logits(x, table)
         return constrain(
-            logits if bias is None else logits + bias.astype(logits.dtype)[None, None], "batch", None, "vocab"
+            logits if bias is None else logits + bias.astype(logits.dtype)[None, None], "batch", "length", "vocab"
         )
 
 

@@ -223,7 +223,7 @@ class Transformer(nnx.Module):
         x = with_positions(x, positions, self.config.positions, getattr(self, f"{side}position_embedding", None))
         x = getattr(self, f"{side}embedding_norm")(x) if self.config.embedding_norm else x
         x = dropout(x, rate=self.config.dropout.embedding, key=key)
-        return constrain(x, "batch", None, None)
+        return constrain(x, "batch", "length", None)
 
     def _read(self, x):
         """What the output layer reads of the decoder's output."""
@@ -239,7 +239,7 @@ class Transformer(nnx.Module):
         table, bias = self.output_layer()
         logits = vocabulary_logits(x, table)
         logits = logits if bias is None else logits + bias.astype(logits.dtype)[None, None]
-        return constrain(logits, "batch", None, "vocab")
+        return constrain(logits, "batch", "length", "vocab")
 
 
 def _two(key):

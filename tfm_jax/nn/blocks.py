@@ -112,6 +112,12 @@ def _norm(sizes: BlockSizes, settings: BlockSettings, rngs: nnx.Rngs) -> nnx.Mod
     return NORMS[settings.norm_kind](sizes.d_model, eps=settings.norm_eps, rngs=rngs)
 
 
+_KEPT = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
 def stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, *, rngs: nnx.Rngs) -> nnx.Module:
     """One module whose parameters have a leading axis of num_layers, each layer with its own initial values."""
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
@@ -153,6 +159,14 @@ class _Stack(nnx.Module):
         """The parameters layer by layer. A step that unrolls them beats a scan, which cuts every cache out and in."""
         layers = [jax.tree.map(lambda leaf, i=i: leaf[i], plain(self.layers)) for i in range(self.num_layers)]
         return [layer | {"attention": fused(layer["attention"])} for layer in layers]
+
+    def _loop(self, body, x, layers):
+        """The scan over layers: (the output of the last, the input of each)."""
+        settings = self.settings
+        if settings.remat != "none":
+            # a scan's body is a program of its own: what is computed again cannot be merged with what was
+            body = jax.checkpoint(body, prevent_cse=False, policy=_KEPT[settings.remat])
+        return jax.lax.scan(body, x, _numbered(layers), unroll=settings.unroll)
 
     def _layer(self, layer: int) -> dict:
         """The parameters of one layer."""
@@ -217,9 +231,9 @@ class Encoder(_Stack):
         def body(x, layer):
             params, index = layer
             y, _ = blocks.encoder_block(params, x, **own, settings=self.settings, key=_fold(key, index))
-            return constrain(y, "batch", None, None), x
+            return constrain(y, "batch", "length", None), x
 
-        return jax.lax.scan(body, x, _numbered(layers))
+        return self._loop(body, x, layers)
 
 
 class Decoder(_Stack):
@@ -299,9 +313,9 @@ class Decoder(_Stack):
             cross, key_ = keys_values(params["cross_attention"], encoded, encoded), _fold(key, index)
             settings = self.settings
             y, _ = blocks.decoder_block(params, x, cross, **own, cross_mask=cross_mask, settings=settings, key=key_)
-            return constrain(y, "batch", None, None), x
+            return constrain(y, "batch", "length", None), x
 
-        return jax.lax.scan(body, x, _numbered(layers))
+        return self._loop(body, x, layers)
 
 
 def _numbered(layers):

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from tfm_jax.ops import blocks
+from tfm_jax.sharding import constrain
 
 Initializer = Callable[..., Array]
 ones, zeros = jax.nn.initializers.ones, jax.nn.initializers.zeros
@@ -29,11 +30,12 @@ class Embedding(nnx.Module):
 
     def __init__(self, vocab_size: int, d_model: int, *, axis: str | None = "vocab", rngs: nnx.Rngs):
         init = jax.nn.initializers.normal(d_model**-0.5)
-        self.table = param((vocab_size, d_model), axes=(axis, "embed"), init=init, rngs=rngs)
+        self.axis, self.table = axis, param((vocab_size, d_model), axes=(axis, "embed"), init=init, rngs=rngs)
 
     def __call__(self, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """The rows of the table; an id outside 0 .. V - 1 gives NaN (the data pipeline refuses it before)."""
-        table = self.table[...]
+        # rows looked up in a table cut along D would have to be sent to where their batch is
+        table = constrain(self.table[...], self.axis, None)
         ids = jnp.where(ids < 0, table.shape[0], ids)  # take would count negative ids from the end
         return jnp.take(table, ids, axis=0, mode="fill", fill_value=jnp.nan)
 

@@ -37,6 +37,7 @@ from tfm_jax.ops.positions import (
     sinusoidal_positions,
     sinusoidal_table,
 )
+from tfm_jax.ops.shared import Shared
 
 __all__ = [
     "ALiBi",
@@ -50,6 +51,7 @@ __all__ = [
     "KeyValue",
     "Rotary",
     "ScoreFunction",
+    "Shared",
     "ShawBias",
     "SoftCap",
     "Splash",

@@ -1,6 +1,6 @@
 """Scaled dot-product attention: the one door through which every model attends, and the implementations behind it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -10,7 +10,6 @@ from jaxtyping import Array, Bool, Float, Key
 from tfm_jax.ops.biases import AttentionBias, Tile, as_biases
 from tfm_jax.ops.blockwise import Blockwise
 from tfm_jax.ops.cache import Stored
-from tfm_jax.ops.dropout import dropout
 from tfm_jax.ops.kernels import CuDNN, Splash
 from tfm_jax.ops.masks import AttentionMask, Block, as_mask
 from tfm_jax.ops.scores import Request, both, seen_keys, tile_logits, tile_values, tile_visible, with_biases
@@ -60,9 +59,7 @@ def dot_product_attention(
     and where the named implementation cannot do what is asked: there is no silent fallback.
     """
     request = _request(query, key, value, mask, bias, scale, dropout_rate, dropout_key)
-    chosen = _auto(request, jax.default_backend())[0] if implementation == "auto" else implementation
-    if isinstance(chosen, str):
-        chosen = IMPLEMENTATIONS[_known(chosen)]
+    chosen = chosen_implementation(request, implementation)
     reason = chosen.refusal(request)
     if reason is not None:
         raise ValueError(f"{type(chosen).__name__} cannot do this: {reason}; 'reference' and 'blockwise' can")
@@ -141,7 +138,7 @@ def explain_implementation(
     scale: float | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Any = None,
-    implementation: str = "auto",
+    implementation: str | Implementation = "auto",
     platform: str | None = None,
 ) -> Explanation:
     """What `dot_product_attention` does with these arguments, and why; nothing is computed.
@@ -154,9 +151,11 @@ def explain_implementation(
     if implementation == "auto":
         implementation, reason = _auto(request, platform or jax.default_backend())
     else:
-        implementation = _known(implementation)
-        reason = f"refused, {refused[implementation]}" if implementation in refused else "asked for by name"
-    return Explanation(implementation, reason, refused, IMPLEMENTATIONS[implementation].scores(request))
+        refusal = chosen_implementation(request, implementation).refusal(request)
+        reason = "asked for by name" if refusal is None else f"refused, {refusal}"
+    chosen = chosen_implementation(request, implementation)
+    name = implementation if isinstance(implementation, str) else type(implementation).__name__
+    return Explanation(name, reason, refused, chosen.scores(request))
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ class Reference:
     def run(self, request: Request) -> Float[Array, "B T N E"]:
         """Attention of a checked request."""
         weights_BNTS, visible, tile = _weights(request)
-        weights_BNTS = dropout(weights_BNTS, rate=request.dropout_rate, key=request.dropout_key)
+        weights_BNTS = request.place.drop(weights_BNTS, request.dropout_rate, request.dropout_key, *request.blocks)
         value = request.heads_first[2]
         if visible is not None:
             value = jnp.where(seen_keys(visible, value.shape[1]), value, 0)
@@ -190,6 +189,12 @@ IMPLEMENTATIONS: dict[str, Any] = {
 }
 
 
+def chosen_implementation(request: Request, implementation: str | Implementation) -> Implementation:
+    """The implementation of a name, what "auto" stands for, or the instance itself."""
+    chosen = _auto(request, jax.default_backend())[0] if implementation == "auto" else implementation
+    return IMPLEMENTATIONS[_known(chosen)] if isinstance(chosen, str) else chosen
+
+
 def _known(name):
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation is {name!r}: 'auto' or one of {sorted(IMPLEMENTATIONS)} is expected")
@@ -199,14 +204,13 @@ def _known(name):
 def _weights(request):
     """The weights `B N T S`, what is visible (None: all), and the tile that is the whole array."""
     query, key, _ = request.heads_first
-    _, N, T, S = request.shape
-    rows, columns = Block(0, T), Block(0, S)
+    rows, columns = request.blocks
     positions = (request.mask or AttentionMask()).positions_for_biases(rows, columns)
-    tile = Tile(query, *positions)
-    visible = tile_visible(request.mask, request.biases, tile, rows, columns, N)
+    tile = Tile(query, *positions, request.place.first_head)
+    visible = tile_visible(request.mask, request.biases, tile, rows, columns, request.shape[1])
     if visible is not None:
         key = jnp.where(seen_keys(visible, key.shape[1]), key, 0)
-        tile = Tile(jnp.where(visible.any(axis=3)[..., None], query, 0), *positions)
+        tile = replace(tile, query=jnp.where(visible.any(axis=3)[..., None], query, 0))
     logits_BNTS = tile_logits(tile.query, key, request.biases, tile)
     if request.biases:
         visible = both(visible, ~jnp.isneginf(jax.lax.stop_gradient(logits_BNTS)))

@@ -27,6 +27,8 @@ class Tile:
     """`B T` integers, or `1 T` where all rows agree."""
     key_positions: Any
     """`B S`, or `1 S`."""
+    first_head: Any = 0
+    """The number of the first head, where a device has some of them alone."""
 
     @property
     def distances(self) -> Int[Array, "#B T S"]:
@@ -39,6 +41,9 @@ class AttentionBias:
 
     axes: ClassVar[dict[str, tuple[int | None, int | None]]] = {}
     """For each array that runs over queries or keys: the number of its axis over queries and over keys."""
+    outer_axes: ClassVar[dict[str, tuple[int | None, int | None]]]
+    """For each array that runs over batch or heads: the number of its axis over the batch and over heads. It is what
+    lets devices share the work by `Shared`; each class says it for itself, as a derived one may mean more."""
 
     def logits(self, logits: Float[Array, "B N T S"], tile: Tile) -> Float[Array, "B N T S"]:
         """The scores of a tile, float32, with this bias applied; -inf says what a False in the mask says."""
@@ -73,6 +78,10 @@ class AttentionBias:
         longer = {n: pad_all(getattr(self, n), axes, more_queries, more_keys) for n, axes in self.axes.items()}
         return replace(self, **longer) if longer else self
 
+    def divisible(self, shape: tuple[int, int, int, int]) -> bool:
+        """Whether a device can compute a part of the scores, of shape (B, N, T, S), from its part of the arrays."""
+        return "outer_axes" in vars(type(self))
+
     def check(self, shape: tuple[int, int, int, int], sizes: tuple[int, int | None]) -> None:
         """Raise `ValueError` where the bias does not fit scores of shape (B, N, T, S) and heads of sizes (H, E).
 
@@ -89,6 +98,7 @@ class DenseBias(AttentionBias):
     """Broadcasts to `B N T S`."""
 
     axes: ClassVar = {"array": (2, 3)}
+    outer_axes: ClassVar = {"array": (0, 1)}
 
     def logits(self, logits, tile):
         # -inf stays out of the sum: its gradient would be NaN
@@ -112,6 +122,8 @@ class ALiBi(AttentionBias):
 
     slopes: Any
     """`N`, float32."""
+
+    outer_axes: ClassVar = {"slopes": (None, 0)}
 
     def logits(self, logits, tile):
         distance_BTS = jnp.abs(tile.distances).astype(jnp.float32)
@@ -148,6 +160,8 @@ class T5Bias(AttentionBias):
     max_distance: int = field(default=128, metadata={"static": True})
     """All distances from here on share the last bucket."""
 
+    outer_axes: ClassVar = {"table": (None, 1)}
+
     def logits(self, logits, tile):
         num_buckets = self.table.shape[0]
         bucket_BTS = relative_position_bucket(
@@ -171,6 +185,8 @@ class ShawBias(AttentionBias):
     """a: learned, `2k+1 H`. None: positions do not change the scores."""
     value_table: Any = None
     """b: learned, `2k+1 E`. None: positions do not change the values."""
+
+    outer_axes: ClassVar = {}
 
     def logits(self, logits, tile):
         if self.key_table is None:
@@ -211,6 +227,8 @@ class SoftCap(AttentionBias):
 
     cap: float = field(metadata={"static": True})
 
+    outer_axes: ClassVar = {}
+
     def logits(self, logits, tile):
         return self.cap * jnp.tanh(logits / self.cap)
 
@@ -229,12 +247,23 @@ class ScoreFunction(AttentionBias):
     traced into each tile; -inf hides the pair (but what stands in a slot never matters only where a mask hides it). A
     function defined once: a new lambda at each call compiles anew."""
     params: tuple[Any, ...] = ()
-    """Arrays that the function needs; they have gradients, which arrays that it captures would not have."""
+    """Arrays that the function needs; they have gradients, which arrays that it captures would not have. Those that it
+    indexes by head let `Shared` divide the heads, those that broadcast along heads do not."""
+
+    outer_axes: ClassVar = {}
 
     def logits(self, logits, tile):
         query, key = tile.query_positions[:, None, :, None], tile.key_positions[:, None, None, :]
-        heads = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :, None, None]
+        heads = (tile.first_head + jnp.arange(logits.shape[1], dtype=jnp.int32))[None, :, None, None]
         return self.function(logits, query, key, heads, *self.params)
+
+    def divisible(self, shape):
+        tile = Tile(None, *(jax.ShapeDtypeStruct((1, length), jnp.int32) for length in shape[2:]))
+        try:
+            scores = jax.eval_shape(type(self).logits, self, jax.ShapeDtypeStruct(shape, jnp.float32), tile)
+        except (TypeError, ValueError):
+            return False
+        return super().divisible(shape) and scores.shape == shape
 
 
 Biases = tuple[AttentionBias, ...]

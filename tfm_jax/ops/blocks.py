@@ -51,6 +51,10 @@ class BlockSettings:
     """Rotary embedding of the queries and keys of self-attention; None: none."""
     implementation: str | Implementation = "auto"
     """Of attention: a name in `ops.attention.IMPLEMENTATIONS`, or auto."""
+    remat: Literal["none", "dots", "full"] = "none"
+    """What a stack of blocks computes again for the gradient: nothing, all but products with parameters, or all."""
+    unroll: int = 1
+    """Blocks in one turn of a stack's loop."""
     residual_dropout: float = 0.0
     attention_dropout: float = 0.0
     feed_forward_dropout: float = 0.0

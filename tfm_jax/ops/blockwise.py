@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from tfm_jax.ops.biases import Biases, Tile
-from tfm_jax.ops.dropout import keep_mask
 from tfm_jax.ops.masks import AttentionMask, Block, cut, pad
 from tfm_jax.ops.scores import Request, both, seen_keys, tile_logits, tile_values, tile_visible
 
@@ -50,7 +49,7 @@ class Blockwise:
         mask = None if request.mask is None else request.mask.padded(more_rows, more_columns)
         biases = tuple(bias.padded(more_rows, more_columns) for bias in request.biases)
         plan = _Plan(rows, columns, request.shape, request.dropout_rate)
-        output = _attend(plan, query, key, value, (mask, request.dropout_key), biases)
+        output = _attend(plan, query, key, value, (mask, request.dropout_key, request.place), biases)
         return output[:, :, :T].swapaxes(1, 2).astype(request.value.dtype)
 
 
@@ -65,8 +64,8 @@ class _Division:
     def padded(self) -> int:
         return self.count * self.length
 
-    def block(self, index: Any) -> Block:
-        return Block(index * self.length, self.length)
+    def block(self, index: Any, origin: Any = 0) -> Block:
+        return Block(index * self.length, self.length, origin)
 
 
 def _division(length: int, block: int) -> _Division:
@@ -76,17 +75,18 @@ def _division(length: int, block: int) -> _Division:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The static side of a call: how rows and columns are cut, and what dropout needs to know."""
+    """The static side of a call: how rows and columns are cut, of scores of which shape, and the rate of dropout."""
 
     rows: _Division
     columns: _Division
     shape: tuple[int, int, int, int]
     dropout_rate: float
 
-    def part(self, mask, biases, query, rows: Block, columns: Block) -> "_Part":
+    def part(self, unlearned, biases, query, rows: Block, columns: Block) -> "_Part":
         """What masks and biases say of the tile of these queries."""
+        mask, dropout_key, place = unlearned
         biases = tuple(bias.block(rows, columns) for bias in biases)
-        tile = Tile(query, *(mask or AttentionMask()).positions_for_biases(rows, columns))
+        tile = Tile(query, *(mask or AttentionMask()).positions_for_biases(rows, columns), place.first_head)
         visible = tile_visible(mask, biases, tile, rows, columns, self.shape[1])
         skippable = visible is not None and self.rows.count * self.columns.count > 1
         if visible is not None and self.rows.padded != self.shape[2]:
@@ -96,25 +96,19 @@ class _Plan:
         if self.columns.padded != self.shape[3]:
             within = columns.start + jnp.arange(columns.length, dtype=jnp.int32) < self.shape[3]
             visible = both(visible, within[None, None, None])
-        return _Part(biases, tile, visible, skippable)
-
-    def drop(self, weights, dropout_key, rows: Block, columns: Block):
-        """The weights of a tile after dropout, the choices those of the whole array."""
-        if dropout_key is None or self.dropout_rate == 0.0:
-            return weights
-        B, N, _, _ = self.shape
-        keep = keep_mask(dropout_key, self.shape, self.dropout_rate, tile=((0, B), (0, N), rows, columns))
-        return jnp.where(keep, weights / (1.0 - self.dropout_rate), 0.0)
+        drop = lambda weights: place.drop(weights, self.dropout_rate, dropout_key, rows, columns)  # noqa: E731
+        return _Part(biases, tile, visible, skippable, drop)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One tile: its biases, its positions, and which keys its queries may see (None: all)."""
+    """One tile: its biases, its positions, which keys its queries may see (None: all), and dropout of its weights."""
 
     biases: Biases
     tile: Tile
     visible: Any
     skippable: bool
+    drop: Callable[[Array], Array]
 
     def visit(self, visit: Callable[..., Any], skip: Callable[..., Any], *operands: Any) -> Any:
         """visit(*operands), or skip(*operands) where nothing is visible."""
@@ -139,15 +133,15 @@ def _attend(plan, query, key, value, unlearned, biases):
 
 
 def _forward(plan, query, key, value, unlearned, biases):
-    mask, dropout_key = unlearned
+    place = unlearned[2]
 
     def rows_of_output(_, i):
-        rows = plan.rows.block(i)
+        rows = plan.rows.block(i, place.first_query)
         query_tile = cut(query, 2, rows)
 
         def add_columns(carry, j):
             columns = plan.columns.block(j)
-            part = plan.part(mask, biases, query_tile, rows, columns)
+            part = plan.part(unlearned, biases, query_tile, rows, columns)
 
             def visit(top, total, output):
                 key_tile, value_tile = part.only_seen(cut(key, 2, columns), cut(value, 2, columns))
@@ -157,8 +151,7 @@ def _forward(plan, query, key, value, unlearned, biases):
                 weights = jnp.exp(logits - finite_top[..., None])
                 shrink = jnp.exp(top - finite_top)
                 total = total * shrink + weights.sum(axis=-1)
-                weights = plan.drop(weights, dropout_key, rows, columns)
-                more = tile_values(weights, value_tile, part.biases, part.tile)
+                more = tile_values(part.drop(weights), value_tile, part.biases, part.tile)
                 return new_top, total, output * shrink[..., None] + more
 
             return part.visit(visit, lambda *carry: carry, *carry), None
@@ -180,7 +173,8 @@ def _forward(plan, query, key, value, unlearned, biases):
 
 
 def _backward(plan, residuals, gradient):
-    query, key, value, (mask, dropout_key), biases, output, log_total = residuals
+    query, key, value, unlearned, biases, output, log_total = residuals
+    place = unlearned[2]
     # what a dead query holds, NaN included, reaches no gradient
     query = jnp.where(jnp.isposinf(log_total)[..., None], 0, query)
     expected = (gradient * output).sum(axis=-1)
@@ -190,14 +184,13 @@ def _backward(plan, residuals, gradient):
         key_block, value_block = cut(key, 2, columns), cut(value, 2, columns)
 
         def add_rows(carry, i):
-            rows = plan.rows.block(i)
+            rows = plan.rows.block(i, place.first_query)
             query_tile, *by_row = (cut(x, 2, rows) for x in (query, gradient, log_total, expected))
-            part = plan.part(mask, biases, query_tile, rows, columns)
+            part = plan.part(unlearned, biases, query_tile, rows, columns)
 
             def visit():
                 key_tile, value_tile = part.only_seen(key_block, value_block)
-                drop = lambda weights: plan.drop(weights, dropout_key, rows, columns)  # noqa: E731
-                return _tile_gradients(part, query_tile, key_tile, value_tile, *by_row, drop)
+                return _tile_gradients(part, query_tile, key_tile, value_tile, *by_row)
 
             skip = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(visit))  # noqa: E731
             by_query, by_key, by_value, by_biases = part.visit(visit, skip)
@@ -224,11 +217,11 @@ def _backward(plan, residuals, gradient):
 _attend.defvjp(_forward, _backward)
 
 
-def _tile_gradients(part, query, key, value, gradient, log_total, expected, drop):
+def _tile_gradients(part, query, key, value, gradient, log_total, expected):
     """float32 gradients by query, key, value and biases of one tile, whose weights are made again."""
 
     def outputs(weights, query, value, biases):
-        return tile_values(drop(weights), value, biases, replace(part.tile, query=query))
+        return tile_values(part.drop(weights), value, biases, replace(part.tile, query=query))
 
     logits, logits_vjp = jax.vjp(part.logits, query, key, part.biases)
     weights = jnp.exp(logits - log_total[..., None])

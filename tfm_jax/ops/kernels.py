@@ -65,13 +65,14 @@ class CuDNN:
         """Attention of a request that is not refused."""
         query, key, value, (_, N, T, S) = request.query, request.key, request.value, request.shape
         left, _ = _reach(request.mask)
-        native = _native(request.mask, T, S)
+        native = _native(request)
         bias = visible = None
         if self._builds_array(request):
             if request.biases:
                 bias = functools.reduce(operator.add, (one.array.astype(jnp.float32) for one in request.biases))
                 visible = ~jnp.isneginf(bias)
-            visible = both(visible, None if request.mask is None else request.mask.array(T, S, N))
+            mask, first_head = request.mask, request.place.first_head
+            visible = both(visible, None if mask is None else mask.tile(*request.blocks, N, first_head))
             visible = jnp.broadcast_to(visible, (*visible.shape[:2], T, S))
             live = visible.any(axis=3).swapaxes(1, 2)[..., None]
             seen = seen_keys(visible, key.shape[2]).swapaxes(1, 2)
@@ -92,7 +93,7 @@ class CuDNN:
         return output if visible is None else jnp.where(live, output, 0)
 
     def _builds_array(self, request):
-        return bool(request.biases) or _native(request.mask, *request.shape[2:]) is None
+        return bool(request.biases) or _native(request) is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,8 @@ class Splash:
     """The implementation `splash`: JAX's Pallas kernel for TPU, in float32 or bfloat16; reverse-mode gradients only.
 
     Takes causal masks, windows and segments, all by array index, and one `SoftCap`; any T, S, d_k and d_v; nothing of
-    T x S is built. XLA does not divide it over devices: under a mesh it runs in `jax.shard_map(..., check_vma=False)`.
+    T x S is built. XLA does not divide it over devices: under a mesh it runs in `Shared`, which gives each device its
+    part, or in `jax.shard_map(..., check_vma=False)`.
     """
 
     interpret: bool = False
@@ -124,7 +126,7 @@ class Splash:
             return f"mask field {', '.join(sorted(unknown))}: the TPU kernel takes causal, window and segments by index"
         mesh = None if self.interpret else _mesh_in_the_way(request)
         if mesh is not None:
-            return f"{mesh}: it runs on one device, or inside jax.shard_map(..., check_vma=False)"
+            return f"{mesh}: it runs on one device, in Shared, or inside jax.shard_map(..., check_vma=False)"
         return _dropout_or_dtype(request, ("float32", "bfloat16"))
 
     def drawback(self, request: Request) -> str | None:
@@ -144,7 +146,7 @@ class Splash:
         rows, columns = _block_length(T, self.block), _block_length(S, self.block)
         more_rows, more_columns = -T % rows, -S % columns
         query, key, value = request.heads_first
-        live, seen = _partners(request.mask, B, T, S)
+        live, seen = _partners(request.mask, B, T, S, request.place)
         if live is not None:
             query = jnp.where(live[:, None, :, None], query, 0)
         if seen is not None:
@@ -159,9 +161,15 @@ class Splash:
 
     def _kernel(self, request, shape):
         """The kernel for padded (T, S): a function of query, key, value and segments of one row of the batch."""
-        splash = _splash()
+        splash, T, (length, _) = _splash(), request.shape[2], shape
         reach, (rows, columns) = _reach(request.mask), (_block_length(n, self.block) for n in request.shape[2:])
-        mask = splash.FullMask(shape) if reach == (None, None) else splash.LocalMask(shape, reach, offset=0)
+        parts = 1 if reach == (None, None) else request.place.shape[2] // T
+        if reach == (None, None):
+            mask = splash.FullMask(shape)
+        else:
+            mask = splash.LocalMask((parts * length, shape[1]), reach, offset=0)
+            # the rows of each device, which begin where those of the device before end
+            mask.q_sequence = mask.q_sequence // length * T + mask.q_sequence % length
         # the fused backward kernel is not taken: it keeps a query gradient for every block of keys, T x S / block
         sizes = splash.BlockSizes(
             block_q=rows,
@@ -171,12 +179,15 @@ class Splash:
             block_q_dq=rows,
             block_kv_dq=columns,
         )
-        return splash.make_splash_mha_single_device(
+        kernel = splash.make_splash_mha(
             splash.MultiHeadMask([mask] * request.shape[1]),
             block_sizes=sizes,
             attn_logits_soft_cap=request.biases[0].cap if request.biases else None,
             interpret=self.interpret,
+            head_shards=1,
+            q_seq_shards=parts,
         )
+        return kernel if parts == 1 else _part_of_kernel(kernel, request.place.first_query // T, parts)
 
 
 def _dropout_or_dtype(request, dtypes):
@@ -219,12 +230,14 @@ def _reach(mask):
     return left, 0 if mask is not None and mask.causal else right
 
 
-def _native(mask, T, S):
+def _native(request):
     """How cuDNN says the mask by itself: "none", "causal" (its window included), or None, it cannot."""
+    mask, (_, _, T, S) = request.mask, request.shape
     if mask is None or (mask.facts <= _BY_INDEX and _reach(mask) == (None, None)):
         return "none"
     # where T != S the corner to which cuDNN aligns depends on its version
-    return "causal" if mask.facts <= _BY_INDEX and _reach(mask)[1] == 0 and T == S else None
+    square = T == S == request.place.shape[2]
+    return "causal" if mask.facts <= _BY_INDEX and _reach(mask)[1] == 0 and square else None
 
 
 def _splash():
@@ -232,6 +245,21 @@ def _splash():
     from jax.experimental.pallas.ops.tpu import splash_attention
 
     return splash_attention
+
+
+def _part_of_kernel(kernel, part, parts):
+    """What the kernel knows of its blocks, cut to those of a part of its rows (`kernel.manual_sharding_spec`)."""
+
+    def cut(x, axis):
+        length = 0 if x is None else x.shape[axis] // parts
+        return None if x is None else jax.lax.dynamic_slice_in_dim(x, part * length, length, axis)
+
+    def own(info):
+        by_block = {name: cut(getattr(info, name), 1) for name in ("data_next", "mask_next", "block_mask")}
+        return info._replace(**by_block, q_sequence=cut(info.q_sequence, 0))
+
+    infos = (own(info) for info in (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info))
+    return type(kernel)(*infos, **kernel.kwargs)
 
 
 def _block_length(length, block):
@@ -245,27 +273,27 @@ def _longer(x, more):
     return jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0)))
 
 
-def _partners(mask, B, T, S):
+def _partners(mask, B, T, S, place):
     """Which queries see a key and which keys are seen by a query, `#B T` and `#B S`; None: all."""
-    left, right = _reach(mask)
+    (left, right), first, last = _reach(mask), place.first_query, place.shape[2]
     if mask is None or mask.query_segment_ids is None:
-        live = None if left is None or T <= S + left else (jnp.arange(T) < S + left)[None]
-        seen = None if right is None or S <= T + right else (jnp.arange(S) < T + right)[None]
+        live = None if left is None or last <= S + left else (first + jnp.arange(T, dtype=jnp.int32) < S + left)[None]
+        seen = None if right is None or S <= last + right else (jnp.arange(S) < last + right)[None]
         return live, seen
     query, key = _segments(mask, B, T, S)
     if mask.query_segment_ids is mask.key_segment_ids and T == S:
         return query > 0, key > 0  # every slot sees itself
-    return _partners_by_tile(replace(mask, query_segment_ids=query, key_segment_ids=key), T, S)
+    return _partners_by_tile(replace(mask, query_segment_ids=query, key_segment_ids=key), T, S, first)
 
 
-def _partners_by_tile(mask, T, S):
+def _partners_by_tile(mask, T, S, first):
     """As `_partners`, from the mask itself in linear memory; a sort would take XLA for TPU a minute to compile."""
     rows = min(T, 512)
     count = -(-T // rows)
     mask = mask.padded(count * rows - T, 0)  # by segment 0, which sees nothing
 
     def visit(seen, i):
-        tile = mask.tile(Block(i * rows, rows), Block(0, S), 1)
+        tile = mask.tile(Block(i * rows, rows, first), Block(0, S), 1)
         return seen | tile.any(axis=(1, 2)), tile.any(axis=(1, 3))
 
     B = mask.query_segment_ids.shape[0]
@@ -285,7 +313,7 @@ def _kernel_segments(request, live, seen, more_rows, more_columns):
     """Ids that the kernel compares for equality alone, so that what is hidden has one that the other side never has."""
     B, _, T, S = request.shape
     right = _reach(request.mask)[1]
-    beyond_reach = more_columns == 0 or (right is not None and T + right <= S)
+    beyond_reach = more_columns == 0 or (right is not None and request.place.shape[2] + right <= S)
     if beyond_reach and (request.mask is None or request.mask.query_segment_ids is None):
         return None
     query, key = _segments(request.mask, B, T, S)

@@ -40,10 +40,13 @@ class Block(NamedTuple):
 
     start: Any
     length: int
+    origin: Any = 0
+    """The index of the axis' first entry, where the axis is one device's part of a longer one."""
 
 
-# The axes that an array has over queries and over keys; an axis of length 1 stands for all.
-_AXES = {
+# The axes that an array has over queries and over keys; an axis of length 1 stands for all. Axis 0 is the batch, axis 1
+# of `dense` the heads.
+ARRAY_AXES = {
     "query_positions": (1, None),
     "key_positions": (None, 1),
     "query_segment_ids": (1, None),
@@ -51,6 +54,7 @@ _AXES = {
     "query_global": (1, None),
     "key_global": (None, 1),
     "dense": (2, 3),
+    "prefix_lengths": (None, None),
 }
 _OF_POSITIONS = frozenset({"causal", "window", "function"})
 
@@ -104,11 +108,16 @@ class AttentionMask:
         tile = self.tile(Block(0, num_queries), Block(0, num_keys), num_heads)
         return None if tile is None else jnp.broadcast_to(tile, (*tile.shape[:2], num_queries, num_keys))
 
-    def tile(self, rows: Block, columns: Block, num_heads: int) -> Bool[Array, "#B #N #t #s"] | None:
-        """The part of the array at these rows and columns; None where everything is visible."""
+    def tile(
+        self, rows: Block, columns: Block, num_heads: int, first_head: Any = 0
+    ) -> Bool[Array, "#B #N #t #s"] | None:
+        """The part of the array at these rows and columns; None where everything is visible.
+
+        first_head: the number of the first of these heads, where a device has some of them alone.
+        """
         query_positions, key_positions = self.positions(rows, columns)
         query, key = query_positions[:, None, :, None], key_positions[:, None, None, :]
-        part = {name: _cut_all(getattr(self, name), axes, rows, columns) for name, axes in _AXES.items()}
+        part = {name: _cut_all(getattr(self, name), axes, rows, columns) for name, axes in ARRAY_AXES.items()}
         query_segment, key_segment = _over_queries(part["query_segment_ids"]), _over_keys(part["key_segment_ids"])
         facts = []
         if self.key_positions is not None:
@@ -124,7 +133,7 @@ class AttentionMask:
         if query_segment is not None:
             facts.append((query_segment == key_segment) & (key_segment > 0))
         if self.function is not None:
-            one, heads = jnp.ones((1, 1, 1, 1), jnp.int32), jnp.arange(num_heads, dtype=jnp.int32)
+            one, heads = jnp.ones((1, 1, 1, 1), jnp.int32), first_head + jnp.arange(num_heads, dtype=jnp.int32)
             segments = (one, one) if query_segment is None else (query_segment, key_segment)
             facts.append(self.function(query, key, *segments, heads[None, :, None, None]))
         if self.dense is not None:
@@ -143,7 +152,9 @@ class AttentionMask:
 
     def padded(self, more_queries: int, more_keys: int) -> "AttentionMask":
         """The mask of longer axes; what it says of the new rows and columns means nothing."""
-        longer = {name: pad_all(getattr(self, name), axes, more_queries, more_keys) for name, axes in _AXES.items()}
+        longer = {
+            name: pad_all(getattr(self, name), axes, more_queries, more_keys) for name, axes in ARRAY_AXES.items()
+        }
         return replace(self, **longer, also=tuple(mask.padded(more_queries, more_keys) for mask in self.also))
 
     @property
@@ -168,7 +179,7 @@ class AttentionMask:
         if self.window is not None and any(side is not None and side < 0 for side in self.window):
             raise ValueError(f"window is {self.window}: (left, right) is expected, each at least 0 or None (no bound)")
         there_are = f"there are {num_queries} queries and {num_keys} keys" + (f" in {batch} rows" if batch else "")
-        for name, (query_axis, key_axis) in (_AXES | {"prefix_lengths": (None, None)}).items():
+        for name, (query_axis, key_axis) in ARRAY_AXES.items():
             array = getattr(self, name)
             if array is None:
                 continue
@@ -241,7 +252,7 @@ def _cut_all(x, axes, rows, columns):
 
 def _positions(given, block):
     if given is None:
-        return (block.start + jnp.arange(block.length, dtype=jnp.int32))[None]
+        return (block.origin + block.start + jnp.arange(block.length, dtype=jnp.int32))[None]
     return cut(given, 1, block)
 
 

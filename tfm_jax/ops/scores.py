@@ -1,6 +1,6 @@
 """One request for attention, and the scores and values of one tile of it, which every exact implementation shares."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -8,7 +8,31 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from tfm_jax.ops.biases import Biases, Tile
+from tfm_jax.ops.dropout import keep_mask
 from tfm_jax.ops.masks import AttentionMask, Block
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Place:
+    """Where the scores of a request stand among those of the request of which it is a device's part."""
+
+    first_row: Any
+    """Of the batch."""
+    first_head: Any
+    first_query: Any
+    shape: tuple[int, int, int, int] = field(metadata={"static": True})
+    """(B, N, T, S) of the whole."""
+
+    def drop(self, weights: Float[Array, "B N T S"], rate: float, key: Any, rows: Block, columns: Block) -> Array:
+        """The weights of a tile after dropout, the choices those of the whole array."""
+        if key is None or rate == 0.0:
+            return weights
+        B, N, _, _ = weights.shape
+        queries = (self.first_query + rows.start, rows.length)
+        tile = ((self.first_row, B), (self.first_head, N), queries, (columns.start, columns.length))
+        keep = keep_mask(key, self.shape, rate, tile=tile)
+        return jnp.where(keep, weights / (1.0 - rate), 0.0)
 
 
 @dataclass(frozen=True)
@@ -27,6 +51,19 @@ class Request:
     dropout_rate: float
     dropout_key: Any
     """None where nothing is dropped."""
+    part_of: Place | None = None
+    """None: it is the whole."""
+
+    @property
+    def place(self) -> Place:
+        """Where it stands."""
+        return self.part_of or Place(0, 0, 0, self.shape)
+
+    @property
+    def blocks(self) -> tuple[Block, Block]:
+        """All its queries and all its keys."""
+        _, _, T, S = self.shape
+        return Block(0, T, self.place.first_query), Block(0, S)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -45,7 +82,7 @@ def tile_visible(
     mask: AttentionMask | None, biases: Biases, tile: Tile, rows: Block, columns: Block, num_heads: int
 ) -> Bool[Array, "#B #N #T #S"] | None:
     """Which keys of a tile each query may see by mask and biases (cut to the tile); None: all."""
-    visible = None if mask is None else mask.tile(rows, columns, num_heads)
+    visible = None if mask is None else mask.tile(rows, columns, num_heads, tile.first_head)
     for bias in biases:
         finite = bias.visible(tile)
         visible = both(visible, finite)

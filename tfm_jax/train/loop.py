@@ -51,7 +51,7 @@ def fit(run: config.Run, *, train: Text, validation: Text) -> Fitted:
     # may the run stand where it is wanted, on these devices?
     check_run(run)
     mesh, model = make_mesh(run.mesh), build(run.model)
-    abstract = abstract_state(model, run.optimizer, mesh)
+    abstract = abstract_state(model, run.optimizer, mesh, precision=run.precision)
     check_patterns(run.optimizer, model.shapes)
     # not any folder there: a kill during the first save leaves a part of one
     begun = Checkpoints(Path(run.run_dir) / CHECKPOINTS, keep_last=run.train.keep_last).steps
@@ -109,6 +109,12 @@ class _Loop:
         self.batches, self.validation, self.checkpoints = train_batches, validation_batches, checkpoints
         limits = [run.train.steps, run.train.epochs and run.train.epochs * train_batches.steps_per_epoch]
         self.last_step = min((limit for limit in limits if limit is not None), default=None)
+        self.settings = {
+            "optimizer": run.optimizer,
+            "objective": objective,
+            "micro_batches": run.train.micro_batches,
+            "precision": run.precision,
+        }
         unit = 1 if run.train.checkpoint_unit == "steps" else train_batches.steps_per_epoch
         self.round = run.train.checkpoint_every * unit
 
@@ -123,7 +129,7 @@ class _Loop:
         with contextlib.closing(fed):
             for index, batch, tokens in window.timed(fed):
                 step = index + 1
-                state, values = train_step(state, batch, optimizer=self.run.optimizer, objective=self.objective)
+                state, values = train_step(state, batch, **self.settings)
                 window.add(values, tokens)
                 record = replace(record, tokens=record.tokens + tokens, seconds=_since(began, before))
                 due = step % self.round == 0 or self._ended(step, record)
@@ -260,7 +266,8 @@ def _start(
     found = checkpoints.restore({"params": abstract.params, "opt_state": abstract.opt_state, "rest": rest})
     if found is None:
         key = jax.random.key(run.train.seed)
-        return init_state(key, model=model, optimizer=run.optimizer, mesh=mesh), _Record()
+        settings = {"optimizer": run.optimizer, "precision": run.precision}
+        return init_state(key, model=model, mesh=mesh, **settings), _Record()
     _, saved = found
     rest = dict(saved["rest"])
     return TrainState(rest.pop("step"), saved["params"], saved["opt_state"], rest.pop("key")), _Record(**rest)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tfm_jax.sharding import batch_is_shared, constrain
+from tfm_jax.sharding import constrain, tokens_are_shared
 
 Sums = dict[str, tuple[Array, Array]]
 
@@ -117,11 +117,11 @@ _linear_loss.defvjp(_linear_loss_forward, _linear_loss_backward)
 def _chunks(x, targets, weights, *, rows: int = 512):
     """x, targets and weights cut along T into pieces of about `rows` tokens each, on a new first axis.
 
-    Rows of a batch that several devices share stay whole: a sum of gradients over devices for each piece would cost
+    Rows whose tokens several devices share stay whole: a sum of gradients over devices for each piece would cost
     more than is saved.
     """
     B, T = targets.shape
-    length = T if batch_is_shared() else min(T, max(1, rows // B))
+    length = T if tokens_are_shared() else min(T, max(1, rows // B))
     count = -(-T // length)
 
     def cut(array):
@@ -136,7 +136,7 @@ def _chunk_sums(table, bias, rates, x, targets, weights):
     """((loss, right), gradient of the loss by the logits B T V in float32) of one piece."""
     label_smoothing, z_loss = rates
     logits = jnp.einsum("BTD,VD->BTV", x, table, preferred_element_type=jnp.float32)
-    logits = constrain(logits + bias.astype(jnp.float32)[None, None], "batch", None, "vocab")
+    logits = constrain(logits + bias.astype(jnp.float32)[None, None], "batch", "length", "vocab")
     largest = logits.max(axis=-1, keepdims=True)
     exponentials = jnp.exp(logits - largest)
     total = exponentials.sum(axis=-1, keepdims=True)

@@ -14,7 +14,7 @@ from tfm_jax.models import Model
 from tfm_jax.train.run import TOKENIZER, is_hf, load
 
 # What may differ between two models with parameters in common: what stands on them, and how they are trained and run.
-_FREE = ("head", "labels", "head_bias", "dropout", "implementation", "max_length")
+_FREE = ("head", "labels", "head_bias", "dropout", "implementation", "remat", "unroll", "max_length")
 _LABELS = "classifier."
 
 

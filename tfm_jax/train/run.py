@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from tfm_jax import config, hf
 from tfm_jax.data.tokenizer import Tokenizer
 from tfm_jax.models import Model, build, family
-from tfm_jax.sharding import make_mesh
+from tfm_jax.sharding import make_mesh, parameter_shardings
 from tfm_jax.train.checkpoint import Checkpoints, load_params
 from tfm_jax.train.report import write_whole
 from tfm_jax.train.step import abstract_params
@@ -112,17 +114,22 @@ def _built(values: dict[str, Any]) -> config.Run:
     return config.from_dict(config.Run, values)
 
 
-def load(directory: str | os.PathLike[str]) -> tuple[Model, dict, Tokenizer]:
-    """Model, parameters and tokenizer of a run or of a Hugging Face directory, by its path alone, on one device.
+def load(directory: str | os.PathLike[str], *, mesh: jax.sharding.Mesh | None = None) -> tuple[Model, dict, Tokenizer]:
+    """Model, parameters and tokenizer of a run or of a Hugging Face directory, by its path alone.
+
+    mesh: where the parameters go, in shards (`sharding.make_mesh`); use them under `jax.set_mesh(mesh)`. None: one
+    device.
 
     The parameters of a run are those it ended with, or of the newest checkpoint while it has not ended. Raises
     `ValueError` where there is no run or nothing saved yet, and for the other kind as `hf.load` does.
     """
     if is_hf(directory):
-        return hf.load(directory)
+        model = None if mesh is None else hf.read_model(directory)
+        shardings = None if mesh is None else parameter_shardings(model.axes, mesh, model.shapes)
+        return hf.load(directory, shardings=shardings)
     directory, run = Path(directory), read_config(directory)
-    model = build(run.model)
-    abstract = abstract_params(model, make_mesh(config.Mesh()))
+    model, mesh = build(run.model), make_mesh(config.Mesh()) if mesh is None else mesh
+    abstract = abstract_params(model, mesh, dtype=run.precision.params)
     if not (directory / TOKENIZER).exists():
         raise ValueError(f"{directory} has no {TOKENIZER} yet: let the run begin training")
     tokenizer = Tokenizer.load(directory / TOKENIZER)
@@ -153,6 +160,7 @@ def write_result(directory: str | os.PathLike[str], result: dict[str, Any]) -> P
 
 
 def _outcome(values: dict) -> dict:
-    """What decides the outcome of a run: neither its place nor who shares the work."""
-    kept = {name: value for name, value in values.items() if name not in ("run_dir", "mesh")}
-    return kept | {"data": {name: value for name, value in values["data"].items() if name != "workers"}}
+    """What decides the outcome of a run: neither its place nor who shares the work, nor what is computed twice."""
+    without = lambda part, *names: {name: value for name, value in part.items() if name not in names}  # noqa: E731
+    data, model = without(values["data"], "workers"), without(values["model"], "remat", "unroll")
+    return without(values, "run_dir", "mesh") | {"data": data, "model": model}
