@@ -31,7 +31,20 @@ from tfm_jax.models.bert import BERTConfig
 from tfm_jax.models.gpt import GPTConfig
 from tfm_jax.models.transformer import TransformerConfig
 
-SECTIONS = (Run, TransformerConfig, GPTConfig, BERTConfig, Dropout, Train, Data, Corruption, Optimizer, Decode, Mesh, Precision)
+SECTIONS = (
+    Run,
+    TransformerConfig,
+    GPTConfig,
+    BERTConfig,
+    Dropout,
+    Train,
+    Data,
+    Corruption,
+    Optimizer,
+    Decode,
+    Mesh,
+    Precision,
+)
 
 
 def run(**changes):

@@ -34,7 +34,8 @@ def test_mesh_has_four_axes_over_the_first_devices():
 
 
 def test_mesh_larger_than_the_machine_is_refused():
-    with pytest.raises(ValueError, match=r"data 3 x fsdp 1 x sequence 1 x model 5 needs 15 devices, there are 8 \(cpu\)"):
+    needed = r"data 3 x fsdp 1 x sequence 1 x model 5 needs 15 devices, there are 8 \(cpu\)"
+    with pytest.raises(ValueError, match=needed):
         make_mesh(config.Mesh(data=3, model=5))
 
 

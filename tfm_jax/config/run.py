@@ -59,8 +59,8 @@ class Precision:
     def __post_init__(self):
         require(
             self.params == "float32" or self.compute == "bfloat16",
-            f"precision.params is {self.params!r}, precision.compute {self.compute!r}: no product is more exact than what "
-            "it is of, set both to bfloat16",
+            f"precision.params is {self.params!r}, precision.compute {self.compute!r}: no product is more exact than "
+            "what it is of, set both to bfloat16",
         )
 
 
