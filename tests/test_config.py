@@ -184,6 +184,7 @@ REFUSED = [
     *((Data, {name: -1}, [f"data.{name}", "-1"]) for name in ("workers", "seed")),
     (Data, {"max_length": 3, "corruption": Corruption("prefix")}, ["data.max_length", "3", "prefix", "4"]),
     (Data, {"batching": "packed", "rows_multiple": 17}, ["4096", "256", "data.rows_multiple", "17"]),
+    (Data, {"max_rows": 12, "rows_multiple": 8}, ["data.max_rows", "12", "data.rows_multiple", "8"]),
     (Data, {"max_length": 256, "lengths_multiple": 7}, ["data.max_length", "256", "data.lengths_multiple", "7"]),
     (Data, {"format": "tsv"}, ["data.features", "one or two", "tsv"]),
     (Data, {"format": "jsonl", "features": ("a", "b", "c")}, ["data.features", "one or two", "jsonl"]),

@@ -43,14 +43,18 @@ def captions(number, seed=0):
     buckets=st.integers(1, 5),
     row_length=st.one_of(st.none(), st.integers(13, 17)),
     multiples=st.sampled_from([(1, 1), (2, 1), (2, 3)]),
+    most=st.sampled_from([None, None, 2, 4]),
     seed=st.integers(0, 7),
 )
 def test_every_epoch_has_all_examples_in_the_same_shapes_within_the_budget(
-    lengths, budget, buckets, row_length, multiples, seed
+    lengths, budget, buckets, row_length, multiples, most, seed
 ):
     """B53: by index, each example once an epoch; rows fit, are as many as devices need, and are as many every epoch."""
     multiple, step = multiples
-    lengths, settings = np.array(lengths), {"budget": budget, "multiple": multiple, "length_multiple": step}
+    lengths, settings = (
+        np.array(lengths),
+        {"budget": budget, "multiple": multiple, "length_multiple": step, "most": most},
+    )
     if row_length is None:
         plan = BucketPlan(lengths, num_buckets=buckets, **settings)
     else:
@@ -58,6 +62,7 @@ def test_every_epoch_has_all_examples_in_the_same_shapes_within_the_budget(
     assert 1 <= len(plan.shapes) <= (buckets if row_length is None else 1)
     for rows, longest in plan.shapes:
         assert rows % multiple == 0 and rows * max(longest) <= budget and not np.any(np.mod(longest, step))
+        assert most is None or rows <= most
         assert rows - multiple < len(lengths), "rows beyond all examples serve nothing"
     epochs = [plan.order(permute) for permute in (np.asarray, shuffled(seed), shuffled(seed + 1))]
     for epoch in epochs:

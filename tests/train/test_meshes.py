@@ -51,7 +51,17 @@ MESHES = {
     "fsdp 2 sequence 4": config.Mesh(fsdp=2, sequence=4),
 }
 families = pytest.mark.parametrize("family", FAMILIES)
-meshes = pytest.mark.parametrize("mesh", MESHES)
+
+
+def combinations():
+    """All of them; in `make test` those of one axis for one family, and those of two axes for every family."""
+    for family in FAMILIES:
+        for mesh in MESHES:
+            late = pytest.mark.slow if mesh in ("data 8", "fsdp 8", "model 8") and family != "gpt" else ()
+            yield pytest.param(family, mesh, marks=late, id=f"{family}-{mesh}")
+
+
+on_every_mesh = pytest.mark.parametrize(("family", "mesh"), list(combinations()))
 # after the first update its momentum is the gradient
 SGD = config.Optimizer(name="sgd", momentum=0.9, schedule="constant", learning_rate=0.1, warmup_steps=0)
 
@@ -115,8 +125,7 @@ def assert_close(found, wanted, share=1e-6):
     assert optax.tree.norm(difference) <= share * optax.tree.norm(wanted)
 
 
-@meshes
-@families
+@on_every_mesh
 def test_devices_train_as_one(family, mesh):
     """B22, B25, I15: unequal numbers of targets, a device with none; three updates of SGD with momentum."""
     losses, gradient, params, program = trained(family, MESHES[mesh])
@@ -162,8 +171,7 @@ def test_devices_drop_the_same_elements(family, mesh):
     assert_close(params, alone[2])
 
 
-@meshes
-@families
+@on_every_mesh
 def test_a_device_holds_its_share(family, mesh):
     """Parameters and the optimizer's copies of them: by hand from their names, and as the arrays say."""
     sizes = MESHES[mesh]

@@ -12,9 +12,10 @@ import tfm_jax
 from tests.hf.test_text import random_params, small
 from tests.train.killed_run import MODEL, TRAIN, VALIDATION, tiny_run
 from tfm_jax import hf
-from tfm_jax.config import to_dict
+from tfm_jax.config import Mesh, Precision, to_dict
 from tfm_jax.data.tokenizer import Tokenizer
 from tfm_jax.models import build
+from tfm_jax.sharding import make_mesh
 from tfm_jax.train import loop
 from tfm_jax.train.run import check_run, decode_settings, is_hf, load, open_run, read_config, write_result
 
@@ -49,6 +50,46 @@ def test_a_finished_run_loads_by_its_path(fitted):
     params = assert_loads(str(fitted.directory), fitted)
     assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(params)} == {1}
     assert tfm_jax.load is load
+
+
+def test_a_run_and_a_model_of_hugging_face_load_over_a_mesh(fitted, tmp_path):
+    """In shards, and with the same numbers."""
+    theirs, mesh = small("decoder", fitted.tokenizer.vocab_size), make_mesh(Mesh(fsdp=4))
+    hf.save(tmp_path / "theirs", theirs, random_params(theirs), fitted.tokenizer)
+    for directory, wanted, part in (
+        (fitted.directory, fitted.params, (1, 2, 12)),
+        (tmp_path / "theirs", random_params(theirs), (1, 3, 17)),
+    ):
+        _, params, _ = load(directory, mesh=mesh)
+        jax.tree.map(np.testing.assert_array_equal, params, wanted)
+        up = params["decoder"]["layers"]["feed_forward"]["up"]
+        assert {shard.data.shape for shard in up.addressable_shards} == {part}
+
+
+def test_a_run_may_keep_its_parameters_in_bfloat16(tmp_path):
+    """They are trained, saved, continued and loaded so; sums of gradients and the optimizer are float32."""
+    narrow = Precision(params="bfloat16", compute="bfloat16")
+    run = replace(tiny_run(tmp_path / "run", steps=2), precision=narrow)
+    assert is_dtype(loop.fit(run, train=TRAIN, validation=VALIDATION).params, "bfloat16")
+    shutil.rmtree(tmp_path / "run" / "parameters")  # as if it had been killed before its end
+    again = loop.fit(run, train=TRAIN, validation=VALIDATION)
+    _, params, _ = load(tmp_path / "run")
+    assert is_dtype(params, "bfloat16")
+    jax.tree.map(np.testing.assert_array_equal, params, again.params)
+    with pytest.raises(ValueError, match="precision.compute: 'float32', 'bfloat16'"):
+        check_run(replace(run, precision=Precision()))
+
+
+def is_dtype(tree, name):
+    return {x.dtype.name for x in jax.tree.leaves(tree)} == {name}
+
+
+def test_what_is_computed_twice_may_change(copy):
+    """Out of memory, a run goes on with remat; unroll is a matter of time alone."""
+    run = replace(read_config(copy), run_dir=str(copy))
+    check_run(replace(run, model=replace(run.model, remat="full", unroll=2)))
+    with pytest.raises(ValueError, match="model.d_ff: 16, 12"):
+        check_run(replace(run, model=replace(run.model, d_ff=16)))
 
 
 def test_a_moved_run_loads_and_continues(copy, fitted):

@@ -95,6 +95,9 @@ class Data:
     blocks: all texts, each with its end, are one stream, cut every max_length tokens."""
     tokens_per_batch: int = 4096
     """Budget of a batch over all devices: rows x the longer side's padded length. Unit: tokens."""
+    max_rows: int | None = None
+    """Most rows of a batch, whatever their length: with a limit that all reach, short examples count as much in an
+    update as long ones. None: as many as tokens_per_batch allows."""
     num_buckets: int = 8
     """How many (source length, target length) shapes batches come in: each costs one compilation, more waste less."""
     rows_multiple: int = 8
@@ -113,6 +116,11 @@ class Data:
         for name, low in _LEAST.items():
             value = getattr(self, name)
             require(value is None or value >= low, f"data.{name} is {value}: at least {low} is needed")
+        rows = self.max_rows
+        require(
+            rows is None or (rows > 0 and rows % self.rows_multiple == 0),
+            f"data.max_rows is {rows}: a positive multiple of data.rows_multiple, {self.rows_multiple}, is expected",
+        )
         require(
             self.max_length % self.lengths_multiple == 0,
             f"data.max_length is {self.max_length}, data.lengths_multiple {self.lengths_multiple}: the longest row is "

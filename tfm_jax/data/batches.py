@@ -54,6 +54,7 @@ class Batches:
         num_buckets: int = 1,
         row_length: int | None = None,
         rows_multiple: int = 1,
+        max_rows: int | None = None,
         lengths_multiple: int = 1,
         seed: int = 0,
         shuffle: bool = True,
@@ -61,7 +62,12 @@ class Batches:
         require(len(examples) > 0, "there are no examples to make batches of: give at least one")
         require(examples.labels is None or row_length is None, "a label is that of a row: leave row_length out")
         self.examples, self._seed, self._shuffle = examples, seed, shuffle
-        settings = {"budget": tokens_per_batch, "multiple": rows_multiple, "length_multiple": lengths_multiple}
+        settings = {
+            "budget": tokens_per_batch,
+            "multiple": rows_multiple,
+            "length_multiple": lengths_multiple,
+            "most": max_rows,
+        }
         self._units, lengths = examples.units or (None, examples.lengths)
         if row_length is None:
             self._plan = BucketPlan(lengths, num_buckets=num_buckets, **settings)
@@ -201,6 +207,7 @@ def make_batches(data: Data, text: Text, tokenizer: Tokenizer, *, vocab_size: in
         num_buckets=min(data.num_buckets, 4) if evaluation else data.num_buckets,
         row_length=data.max_length if data.batching == "packed" else None,
         rows_multiple=data.rows_multiple,
+        max_rows=data.max_rows,
         lengths_multiple=data.lengths_multiple,
         seed=data.seed,
         shuffle=not evaluation,

@@ -56,7 +56,8 @@ class BucketPlan:
     """One example (or unit of examples) a row; similar lengths share a batch, in at most `num_buckets` shapes.
 
     The shapes are those that pad least. Rows times the longer length is at most `budget` (tokens), rows a multiple of
-    `multiple` and lengths of `length_multiple`. Raises `ValueError` if no row of the longest examples fits.
+    `multiple` and at most `most`, lengths multiples of `length_multiple`. Raises `ValueError` if no row of the longest
+    examples fits.
     """
 
     def __init__(
@@ -67,10 +68,12 @@ class BucketPlan:
         num_buckets: int,
         multiple: int,
         length_multiple: int = 1,
+        most: int | None = None,
     ):
         lengths = -(-lengths // length_multiple) * length_multiple
         kinds, kind_of, counts = np.unique(lengths, axis=0, return_inverse=True, return_counts=True)
         enough = -(-len(lengths) // multiple) * multiple
+        enough = enough if most is None else min(enough, most)
         rows_of = lambda longest: min(rows_within(budget, longest, multiple), enough)  # noqa: E731
         plans = [_Buckets(kinds, counts, sizes, rows_of) for sizes in _size_sets(kinds, counts, num_buckets)]
         # More shapes pad less inside batches but leave more tails: for little data, fewer shapes are better.
@@ -110,6 +113,7 @@ class PackPlan:
         row_length: int,
         multiple: int,
         length_multiple: int = 1,
+        most: int | None = None,
     ):
         if (longest := int(lengths.max())) > row_length:
             raise ValueError(
@@ -119,7 +123,8 @@ class PackPlan:
         sides = np.maximum(-(-row_length * totals // totals.max()), lengths.max(axis=0))
         sides = -(-sides // length_multiple) * length_multiple
         row_of, number = _best_fit(lengths, sides)
-        rows = min(rows_within(budget, int(sides.max()), multiple), -(-number // multiple) * multiple)
+        enough = -(-number // multiple) * multiple
+        rows = min(rows_within(budget, int(sides.max()), multiple), enough if most is None else min(enough, most))
         shape = Shape(rows, tuple(sides.tolist()))
         self._lengths, self._places = lengths, np.argsort(row_of, kind="stable")
         self._row_ends = np.bincount(row_of, minlength=number).cumsum()
