@@ -33,11 +33,11 @@ CONFIG = Run(
         norm_eps=1e-6,
         activation="geglu_tanh",
         positions="t5",
-        attention_scale="none",
+        attention_scale="sqrt",
         attention_bias=False,
         feed_forward_bias=False,
         embedding_scale=False,
-        logits_scale=True,
+        logits_scale=False,
         dropout=Dropout(embedding=0.0, residual=0.0, attention=0.0, feed_forward=0.0),
     ),
     data=Data(
@@ -60,7 +60,7 @@ CONFIG = Run(
         weight_decay=0.01,
         clip_norm=1.0,
     ),
-    train=Train(max_minutes=14.0, label_smoothing=0.0, checkpoint_every=200, keep_last=1),
+    train=Train(max_minutes=9.0, label_smoothing=0.0, checkpoint_every=200, keep_last=1),
     decode=Decode(beams=1, max_new_tokens=64),
 )
 

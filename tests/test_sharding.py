@@ -105,6 +105,16 @@ def test_constrain_lays_an_activation_out():
     np.testing.assert_array_equal(placed, 2 * np.ones((4, 3, 6)))
 
 
+def test_constrain_outside_jit():
+    """In an eager call under a mesh too; what the mesh does not divide, and axes that a mesh lacks, stay whole."""
+    with jax.set_mesh(make_mesh(MESH)):
+        placed = constrain(jnp.ones((4, 3, 5)), "batch", "length", "heads")
+        assert {shard.data.shape for shard in placed.addressable_shards} == {(1, 3, 5)}
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
+        placed = constrain(jnp.ones((4, 3, 6)), "batch", "length", "heads")
+        assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 3, 6)}
+
+
 def test_an_abstract_mesh_lays_out_as_one_of_devices_does():
     axes, shapes = {"up": ("embed", "mlp")}, {"up": shape(6, 10)}
     (abstract,), (real,) = (

@@ -1,11 +1,13 @@
-"""Where arrays live: the mesh, one rules table for parameters and one for activations."""
+"""Where arrays live: the processes and their mesh, one rules table for parameters and one for activations."""
 
 import functools
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from tfm_jax import config
@@ -14,15 +16,49 @@ PARAMETER_AXES = {"embed": "fsdp", "mlp": "model", "heads": "model", "kv_heads":
 ACTIVATION_AXES = {"batch": ("data", "fsdp"), "length": "sequence", "heads": "model", "mlp": "model", "vocab": "model"}
 
 
-def make_mesh(mesh: config.Mesh) -> jax.sharding.Mesh:
-    """The device mesh with axes data, fsdp, sequence, model over the first devices there are.
+def join_processes() -> None:
+    """Make one run of several processes, each started with the same command, where the environment asks for it.
 
-    Raises `ValueError` when there are fewer devices than the axes need.
+    JAX_COORDINATOR_ADDRESS (host:port of process 0) with JAX_NUM_PROCESSES and JAX_PROCESS_ID joins processes that were
+    started by hand; JAX_COORDINATOR_PORT (any free port) those of a TPU pod, of Slurm or of Open MPI, where jax finds
+    the rest itself. Without any of these, and where `jax.distributed.initialize` was called before, nothing happens.
+    Raises `RuntimeError` where jax has used a device already.
     """
-    sizes, devices = mesh.axes, jax.devices()
+    asked = {"JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_PORT"} & os.environ.keys()
+    if asked and not jax.distributed.is_initialized():
+        # jax reads address and port from the environment, but not these
+        given = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
+        numbers = {name: int(os.environ[variable]) for name, variable in given.items() if variable in os.environ}
+        jax.distributed.initialize(**numbers)
+
+
+def is_first_process() -> bool:
+    """Whether this process writes and speaks for all. To a process that is alone it says so without using a device."""
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+def on_host(tree: Any) -> Any:
+    """The arrays of a tree in NumPy, whole in every process, whichever devices hold them; every process must ask."""
+    whole = lambda x: not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated  # noqa: E731
+    gathered = lambda x: x if whole(x) else multihost_utils.process_allgather(x, tiled=True)  # noqa: E731
+    return jax.device_get(jax.tree.map(gathered, tree))
+
+
+def make_mesh(mesh: config.Mesh, *, devices: Sequence | None = None) -> jax.sharding.Mesh:
+    """The device mesh with axes data, fsdp, sequence, model over the first of these devices (None: all there are).
+
+    Raises `ValueError` when there are fewer devices than the axes need, and when a process would have none of them.
+    """
+    sizes, devices = mesh.axes, jax.devices() if devices is None else devices
     needed = math.prod(sizes.values())
     if needed > len(devices):
         raise ValueError(f"the mesh {mesh} needs {needed} devices, there are {len(devices)} ({devices[0].platform})")
+    idle = {device.process_index for device in devices} - {device.process_index for device in devices[:needed]}
+    if idle:
+        raise ValueError(
+            f"the mesh {mesh} has {needed} of {len(devices)} devices, none of process {min(idle)}: lay it over the "
+            "devices of all processes, or start fewer"
+        )
     return jax.make_mesh(
         tuple(sizes.values()), tuple(sizes), devices=devices[:needed], axis_types=(AxisType.Auto,) * len(sizes)
     )
@@ -91,7 +127,11 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if mesh.empty:
         return x
     spec = partition_spec(axes, ACTIVATION_AXES)
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*map(functools.partial(_dividing, mesh), spec, x.shape)))
+    return _laid_out(x, PartitionSpec(*map(functools.partial(_dividing, mesh), spec, x.shape)))
+
+
+# outside jit, an array of a single device has to be told through jit
+_laid_out = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1)
 
 
 def _dividing(mesh, names, size):

@@ -11,6 +11,7 @@ from tfm_jax.config import require
 from tfm_jax.data.tokenizer import Tokenizer
 from tfm_jax.decode.text import buckets, padded
 from tfm_jax.models import Model
+from tfm_jax.sharding import on_host
 
 ROWS = ("sequence", "regression", "pooled", "embedding")
 
@@ -47,7 +48,7 @@ def predict(
     done = 0
     for members, length in buckets(dict(enumerate(map(len, rows))), longest=longest, budget=tokens_per_batch):
         tokens, segment_ids = padded([rows[i] for i in members], length, tokenizer.pad_id)
-        numbers = np.asarray(_apply(params, tokens, segment_ids, model=model))
+        numbers = on_host(_apply(params, tokens, segment_ids, model=model))
         if np.isnan(numbers).any():
             raise FloatingPointError("the model gives NaN: its parameters are not finite, load another checkpoint")
         for i, own in zip(members, numbers, strict=False):

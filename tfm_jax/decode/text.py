@@ -16,6 +16,7 @@ from tfm_jax.decode.constraints import Constraints
 from tfm_jax.decode.generate import Prompts, SampleSettings, begin, continued, generate
 from tfm_jax.decode.sampling import GREEDY, Sampling
 from tfm_jax.models import Model
+from tfm_jax.sharding import on_host
 
 
 @dataclass(frozen=True)
@@ -178,9 +179,7 @@ def _tokens(model, params, prompts, settings, chunk) -> Iterator[list[int]]:
     writing, seen, ended = begin(params, prompts, model=model, settings=settings), 0, False
     while seen < settings.max_new_tokens and not ended:
         writing = continued(params, writing, jnp.int32(chunk), model=model, settings=settings)
-        step, tokens, log_probs, (ended,) = jax.device_get(
-            (writing.step, writing.tokens, writing.log_probs, writing.ended)
-        )
+        step, tokens, log_probs, (ended,) = on_host((writing.step, writing.tokens, writing.log_probs, writing.ended))
         _require_numbers(log_probs)
         yield tokens[0, seen:step].tolist()
         seen = int(step)
@@ -334,7 +333,7 @@ def _prompts(tokenizer, rows, model, settings) -> tuple[np.ndarray, np.ndarray]:
 
 def _outputs(found: Hypotheses, tokenizer: Tokenizer, begun: list[list[int]], rows: list[int]) -> list[list[Output]]:
     """Of each row, text and ids with what it began with, begun[row]; the arrays may have more rows."""
-    found = jax.device_get(found)
+    found = on_host(found)
     _require_numbers(found.scores)
     outputs = []
     for b, row in enumerate(rows):

@@ -5,6 +5,10 @@ notice (a flipped byte, another dtype, another model) is caught by a manifest sa
 and crc32 of every leaf. A leaf is a jax array (sharded, a typed key, any dtype), a NumPy array or a Python int, float
 or bool. In an abstract tree a jax array is a `jax.ShapeDtypeStruct` with the sharding it is wanted in, whatever number
 of devices wrote it; any NumPy array of the right shape and dtype, and any number of the right type, stand for another.
+
+Several processes with devices of one mesh call everything here together; they share the file system, each writes the
+parts of arrays that its devices hold, and the digests are those of the whole arrays. What is no jax array must be the
+same in all of them.
 """
 
 import itertools
@@ -24,7 +28,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
+from tfm_jax.sharding import is_first_process, on_host
+
 Tree = Any
+PIECE_BYTES = 1 << 26
 
 
 class DamagedCheckpoint(RuntimeError):
@@ -96,7 +103,7 @@ class Checkpoints:
                 f"Complete steps on disk: {list(self._metrics())}; step {step} may be saved again."
             ) from error
         self._pending = None
-        if jax.process_index() == 0:
+        if is_first_process():
             self._prune()
 
     def restore(self, abstract: dict[str, Tree]) -> tuple[int, dict[str, Tree]] | None:
@@ -115,9 +122,10 @@ class Checkpoints:
             except DamagedCheckpoint as error:
                 damaged[path] = error
                 continue
-            for bad, reason in damaged.items():
+            for bad, reason in damaged.items() if is_first_process() else ():
                 aside = _set_aside(bad)
                 warnings.warn(f"{reason}\nIt is now {aside}; step {step} is used instead.", stacklevel=2)
+            multihost_utils.sync_global_devices(f"{self.directory} read")
             return step, trees
         if damaged:
             raise DamagedCheckpoint(
@@ -164,7 +172,7 @@ def save_params(directory: str | Path, params: Tree) -> None:
     """
     final = Path(directory).absolute()
     new, old = final.with_name(final.name + ".new"), final.with_name(final.name + ".old")
-    primary = jax.process_index() == 0
+    primary = is_first_process()
     if primary:
         shutil.rmtree(new, ignore_errors=True)
     multihost_utils.sync_global_devices(f"{new} cleared")
@@ -240,13 +248,17 @@ def _read(path: Path, abstract: dict[str, Tree]) -> dict[str, Tree]:
     recorded = _manifest(path)["leaves"]
     _compare(path, recorded, abstract)
     wanted = {item: tree for item, tree in abstract.items() if jax.tree.leaves(tree)}
+    trees, trouble = abstract, None
     try:
         trees = abstract | (ocp.load_checkpointables(path, wanted) if wanted else {})
     except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
         raise  # the trouble of this machine, not of the checkpoint
     except Exception as error:  # orbax has no error of its own for missing or unreadable files
-        said = str(error).partition(" [tensorstore_spec")[0]
-        raise DamagedCheckpoint(f"{path} is damaged: {said}") from error
+        trouble = error
+    # what one process cannot read is damaged for all: the digests are made together
+    if multihost_utils.process_allgather(np.uint32(trouble is not None)).any():
+        said = str(trouble or "another process cannot read it").partition(" [tensorstore_spec")[0]
+        raise DamagedCheckpoint(f"{path} is damaged: {said}") from trouble
     changed = [
         name
         for item, tree in trees.items()
@@ -310,5 +322,14 @@ def _crc32(leaf: Any) -> int:
     """Of the whole array, however it is sharded."""
     if isinstance(leaf, jax.Array):
         leaf = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        leaf = leaf if leaf.is_fully_addressable else multihost_utils.process_allgather(leaf, tiled=True)
-    return zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
+        if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+            # some rows at a time: each device gets a copy of what is gathered
+            rows, digest = max(1, PIECE_BYTES * len(leaf) // max(1, leaf.nbytes)), 0
+            for start in range(0, len(leaf), rows):
+                digest = zlib.crc32(_bytes(on_host(leaf[start : start + rows])), digest)
+            return digest
+    return zlib.crc32(_bytes(leaf))
+
+
+def _bytes(array: Any) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

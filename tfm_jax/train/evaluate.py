@@ -18,7 +18,7 @@ from tfm_jax.models import Model
 from tfm_jax.sharding import make_mesh
 from tfm_jax.train.feed import feed
 from tfm_jax.train.objectives import check_labels, objective_of
-from tfm_jax.train.report import LineCounter, plot_alignments, plot_heads, write_whole
+from tfm_jax.train.report import LineCounter, plot_alignments, plot_heads, show, write_whole
 from tfm_jax.train.run import Fitted
 from tfm_jax.train.samples import filled_masks, restored_spans
 from tfm_jax.train.step import Objective, eval_step
@@ -106,7 +106,7 @@ def conclude(fitted: Fitted, text: Text) -> tuple[dict[str, Any], list[str]]:
         layer = min(layer, model.config.num_encoder_layers - 1)
         plot_heads(fitted.directory / "heads.png", model, params, tokenizer, alignments[0], layer=layer)
     for i in shown:
-        print(f"\nsource     {text.source[i]}\noutput     {hypotheses[i]}\nreference  {text.target[i]}")
+        show(f"\nsource     {text.source[i]}\noutput     {hypotheses[i]}\nreference  {text.target[i]}")
     return scores, hypotheses
 
 
@@ -133,7 +133,7 @@ def conclude_labels(fitted: Fitted, text: Text) -> dict[str, Any]:
     rows = [f"{a}\t{b}\t{one_line(line)}\n" for a, b, line in zip(own, right, text.source, strict=True)]
     write_whole(fitted.directory / "predictions.tsv", "predicted\tlabel\ttext\n" + "".join(rows))
     for i in _spread(len(text), 8):
-        print(f"{own[i]:>12} (label {right[i]})  {text.source[i]}")
+        show(f"{own[i]:>12} (label {right[i]})  {text.source[i]}")
     return scores | {"examples": len(text)}
 
 
@@ -163,7 +163,7 @@ def conclude_language(
             progress=counter.update,
         )
     for prompt, (output,) in zip(prompts, found, strict=True):
-        print(f"\n{prompt}|{output.text}")
+        show(f"\n{prompt}|{output.text}")
     scores = {"nats_per_token": loss / tokens, "perplexity_per_word": float(np.exp(loss / words))}
     return scores | {"evaluated_tokens": int(tokens), "evaluated_words": words}
 
@@ -178,7 +178,7 @@ def conclude_masked(fitted: Fitted, text: Text) -> dict[str, float]:
     sums = _measured(fitted, batches)
     counts = _target_counts(batches, fitted.model.config.vocab_size)
     for line in filled_masks(fitted.model, fitted.params, fitted.tokenizer, batches[0]):
-        print(f"\n{line}")
+        show(f"\n{line}")
     scores = {name: total / weight for name, (total, weight) in sums.items()}
     return scores | {"commonest_token_accuracy": float(counts.max() / counts.sum())}
 
@@ -195,7 +195,7 @@ def conclude_spans(fitted: Fitted, text: Text) -> dict[str, float]:
     shares = shares[shares > 0] / shares.sum()
     pairs = restored_spans(fitted.model, fitted.params, fitted.tokenizer, batches[0], decode=fitted.run.decode)
     for source, restored in pairs:
-        print(f"\nread      {source}\nrestored  {restored}")
+        show(f"\nread      {source}\nrestored  {restored}")
     scores = {name: total / weight for name, (total, weight) in sums.items()}
     return scores | {"unigram_entropy": float(-(shares * np.log(shares)).sum())}
 

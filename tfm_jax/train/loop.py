@@ -9,13 +9,14 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from tfm_jax import config
 from tfm_jax.data.batches import Batches, make_batches, make_tokenizer
 from tfm_jax.data.sources import Text
 from tfm_jax.data.tokenizer import Tokenizer
 from tfm_jax.models import Model, build
-from tfm_jax.sharding import make_mesh
+from tfm_jax.sharding import is_first_process, join_processes, make_mesh
 from tfm_jax.train.checkpoint import Checkpoints, average_params, load_params, save_params
 from tfm_jax.train.evaluate import evaluate_loss
 from tfm_jax.train.feed import Fed, feed
@@ -47,8 +48,13 @@ def fit(run: config.Run, *, train: Text, validation: Text) -> Fitted:
     devices (when the limit is steps or epochs); on another mesh it sees the same batches. Raises `ValueError` for
     another configuration than the directory's, for text that the model cannot take, and `FloatingPointError` when the
     loss is not finite.
+
+    Several processes, each with devices of its own (hosts of a pod), make one run when each calls this with the same
+    arguments (`join_processes` says how they find each other). They share the directory in one file system; the first
+    one writes it.
     """
     # may the run stand where it is wanted, on these devices?
+    join_processes()
     check_run(run)
     mesh, model = make_mesh(run.mesh), build(run.model)
     abstract = abstract_state(model, run.optimizer, mesh, precision=run.precision)
@@ -86,7 +92,8 @@ def fit(run: config.Run, *, train: Text, validation: Text) -> Fitted:
 
             # the parameters the run ends with
             params = _final_params(directory / PARAMETERS, checkpoints, state, run)
-    plot_curves(read_metrics(directory / "metrics.jsonl"), directory / "curves.png")
+    if is_first_process():
+        plot_curves(read_metrics(directory / "metrics.jsonl"), directory / "curves.png")
     steps = int(state.step)
     summary = {
         "steps": steps,
@@ -131,7 +138,10 @@ class _Loop:
                 step = index + 1
                 state, values = train_step(state, batch, **self.settings)
                 window.add(values, tokens)
-                record = replace(record, tokens=record.tokens + tokens, seconds=_since(began, before))
+                seconds = _since(began, before)
+                if self.run.train.max_minutes is not None:
+                    seconds = _agreed(seconds)
+                record = replace(record, tokens=record.tokens + tokens, seconds=seconds)
                 due = step % self.round == 0 or self._ended(step, record)
                 if step % self.run.train.log_every == 0 or step == first + 1 or due:
                     self._log(step, window.close(step), record, metrics, from_step=first, earlier=before.seconds)
@@ -176,7 +186,7 @@ class _Loop:
             record,
             best_loss=min(values["loss"], record.best_loss),
             rounds_without_best=0 if better else record.rounds_without_best + 1,
-            seconds=seconds(),
+            seconds=_agreed(seconds()),
         )
         metrics.write(step, {f"validation_{name}": value for name, value in values.items()})
         rest = {"step": state.step, "key": state.key} | asdict(record)
@@ -241,6 +251,13 @@ def _require_finite(loss: float, what: str) -> None:
 
 def _since(began: float, before: _Record) -> float:
     return before.seconds + time.monotonic() - began
+
+
+def _agreed(number: float) -> float:
+    """The number of the first process, in all of them, which wait for each other."""
+    # as whole numbers: jax would round float64
+    bits = np.array([number], np.float64).view(np.uint32)
+    return float(multihost_utils.broadcast_one_to_all(bits).view(np.float64)[0])
 
 
 def tokenizer_of(run: config.Run, train: Text) -> Tokenizer:

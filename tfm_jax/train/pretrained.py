@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import numpy as np
 from jaxtyping import Array
 
 from tfm_jax import config, hf
@@ -35,7 +36,11 @@ class Pretrained:
 
         def chosen(path, x):
             found = self.arrays.get(_name(path))
-            return x if found is None else jax.device_put(found.astype(x.dtype), x.sharding)
+            if found is None:
+                return x
+            # from the host: of an array over several processes each process fills its own devices
+            whole = np.asarray(found.astype(x.dtype))
+            return jax.make_array_from_callback(x.shape, x.sharding, lambda index: whole[index])
 
         return jax.tree_util.tree_map_with_path(chosen, params)
 

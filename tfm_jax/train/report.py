@@ -1,4 +1,8 @@
-"""What people see of a run: metrics.jsonl, the progress bar, plots."""
+"""What people see of a run: metrics.jsonl, the progress bar, plots.
+
+Of several processes the first one (`is_first_process`) writes and shows all of it; the others call the same
+functions, since what is drawn may have to be computed by all of them.
+"""
 
 import functools
 import json
@@ -16,6 +20,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
@@ -24,6 +29,7 @@ from rich.progress import (
 
 from tfm_jax.data.tokenizer import Tokenizer
 from tfm_jax.models import Model
+from tfm_jax.sharding import is_first_process, on_host
 
 
 class Metrics:
@@ -31,6 +37,9 @@ class Metrics:
 
     def __init__(self, path: Path, *, after_step: int):
         """Open for appending; lines of steps beyond `after_step`, which a killed run left, are removed."""
+        if not is_first_process():
+            self._file = open(os.devnull, "a")
+            return
         kept = [line for line in read_metrics(path) if line["step"] <= after_step] if path.exists() else []
         write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a")
@@ -54,10 +63,10 @@ class ProgressBar:
     """A bar on stderr with step, loss, learning rate, rate and time left; where stderr is a file, only the notes."""
 
     def __init__(self):
-        self.console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self.console = _console()
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         left = TextColumn("{task.fields[left]}")
-        self._progress = Progress(*columns, left, console=self.console, disable=not self.console.is_terminal)
+        self._progress = _progress(*columns, left, console=self.console)
         self._task = self._progress.add_task("compiling", total=1.0, left="")
 
     def __enter__(self):
@@ -82,9 +91,8 @@ class LineCounter:
     """A bar on stderr that counts lines; nothing where stderr is a file."""
 
     def __init__(self, what: str, total: int):
-        console = Console(file=sys.stderr)
         columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._progress = _progress(*columns, console=_console())
         self._task = self._progress.add_task(what, total=total)
 
     def __enter__(self):
@@ -99,8 +107,24 @@ class LineCounter:
         self._progress.update(self._task, completed=done)
 
 
+def _console() -> Console:
+    return Console(file=sys.stderr, highlight=False, soft_wrap=True, quiet=not is_first_process())
+
+
+def _progress(*columns: ProgressColumn, console: Console) -> Progress:
+    return Progress(*columns, console=console, disable=console.quiet or not console.is_terminal)
+
+
+def show(text: str) -> None:
+    """Print to stdout, in the first process."""
+    if is_first_process():
+        print(text)
+
+
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file such that a crash leaves the old content or the new, never a part of it."""
+    """Write a text file such that a crash leaves the old content or the new, never a part; by the first process."""
+    if not is_first_process():
+        return
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
@@ -122,8 +146,7 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path) -> None:
         axis.grid(alpha=0.3)
         if axis.lines:
             axis.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    _save(figure, path, dpi=120)
 
 
 def plot_data(
@@ -155,8 +178,7 @@ def plot_data(
     axes[-1].locator_params(axis="x", nbins=4)
     axes[-1].xaxis.set_major_formatter("{x:,.0f}")
     axes[-1].legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    _save(figure, path, dpi=120)
 
 
 def plot_alignments(
@@ -174,8 +196,7 @@ def plot_alignments(
         image = _draw(axis, heads.mean(axis=0), _labels(tokenizer, output), _labels(tokenizer, source))
         axis.set(xlabel="source token (attended to)", ylabel="output token (being written)")
     figure.colorbar(image, ax=axes, label=f"cross-attention weight, layer {layer}, mean over heads", shrink=0.8)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    _save(figure, path, dpi=120)
 
 
 def plot_heads(
@@ -202,8 +223,7 @@ def plot_heads(
             axis.set_title(f"{place}, head {head}", fontsize=9)
             axis.tick_params(labelsize=7)
     figure.colorbar(image, ax=axes, label=f"attention weight, layer {layer}", shrink=0.6)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    _save(figure, path, dpi=100)
 
 
 def _read_weights(model, params, tokenizer, pairs, layer):
@@ -220,7 +240,15 @@ def _read_weights(model, params, tokenizer, pairs, layer):
     lengths = jnp.array([len(ids) for ids in source_ids], jnp.int32)
     segment_ids = (jnp.arange(columns.shape[1], dtype=jnp.int32)[None] < lengths[:, None]).astype(jnp.int32)
     weights = read(params, columns, shifted, source_segment_ids=segment_ids)
-    return {place: np.asarray(array) for place, array in weights.items()}, source_ids, output_ids
+    return on_host(weights), source_ids, output_ids
+
+
+def _save(figure, path: Path, *, dpi: int) -> None:
+    import matplotlib.pyplot as plt
+
+    if is_first_process():
+        figure.savefig(path, dpi=dpi)
+    plt.close(figure)
 
 
 def _draw(axis, weights, looking, looked_at):

@@ -4,20 +4,27 @@ config.json      the configuration          checkpoints/   training states, newe
 metrics.jsonl    one line a measurement     parameters/    the parameters the run ended with
 result.json      the scores, one number a key
 tokenizer.json   the vocabulary             *.png          plots
+
+Several processes of one run share the directory in one file system: all of them read it, the first one writes it, and
+of a checkpoint each writes what its devices hold.
 """
 
 import json
 import os
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from tfm_jax import config, hf
+from tfm_jax.config import require
 from tfm_jax.data.tokenizer import Tokenizer
 from tfm_jax.models import Model, build, family
-from tfm_jax.sharding import make_mesh, parameter_shardings
+from tfm_jax.sharding import is_first_process, make_mesh, parameter_shardings
 from tfm_jax.train.checkpoint import Checkpoints, load_params
 from tfm_jax.train.report import write_whole
 from tfm_jax.train.step import abstract_params
@@ -46,8 +53,15 @@ def check_run(run: config.Run) -> None:
     """Raise `ValueError` unless the run directory is new or empty, or holds a run of this configuration to continue.
 
     The message names the fields in which the configuration there differs; only the place (run_dir), the devices (mesh)
-    and the processes that make batches (data.workers) may.
+    and the processes that make batches (data.workers) may. Between the processes of one run nothing may.
     """
+    own = np.uint32(zlib.crc32(config.to_json(run).encode()))
+    others = multihost_utils.process_allgather(own)
+    require(
+        bool((others == own).all()),
+        f"process {jax.process_index()} of {jax.process_count()} was started with another configuration than some "
+        "other: give all of them the same command",
+    )
     directory, path = Path(run.run_dir), Path(run.run_dir) / "config.json"
     if path.exists():
         # read as a configuration: a field that is younger than the run has there the value it has by default
@@ -67,11 +81,15 @@ def open_run(run: config.Run, tokenizer: Tokenizer) -> Path:
     """Make the run directory with its configuration and vocabulary, or continue the one that is there (`check_run`)."""
     check_run(run)
     directory = Path(run.run_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    if not (directory / "config.json").exists():
-        write_whole(directory / "config.json", config.to_json(run))
-    if not (directory / TOKENIZER).exists():
-        tokenizer.save(directory / TOKENIZER)
+    # none of the processes may still be looking when the first one writes, nor go on before all is there
+    multihost_utils.sync_global_devices(f"{directory} may be opened")
+    if is_first_process():
+        directory.mkdir(parents=True, exist_ok=True)
+        if not (directory / "config.json").exists():
+            write_whole(directory / "config.json", config.to_json(run))
+        if not (directory / TOKENIZER).exists():
+            tokenizer.save(directory / TOKENIZER)
+    multihost_utils.sync_global_devices(f"{directory} is open")
     return directory
 
 
@@ -118,7 +136,7 @@ def load(directory: str | os.PathLike[str], *, mesh: jax.sharding.Mesh | None = 
     """Model, parameters and tokenizer of a run or of a Hugging Face directory, by its path alone.
 
     mesh: where the parameters go, in shards (`sharding.make_mesh`); use them under `jax.set_mesh(mesh)`. None: one
-    device.
+    device, of this process.
 
     The parameters of a run are those it ended with, or of the newest checkpoint while it has not ended. Raises
     `ValueError` where there is no run or nothing saved yet, and for the other kind as `hf.load` does.
@@ -128,7 +146,8 @@ def load(directory: str | os.PathLike[str], *, mesh: jax.sharding.Mesh | None = 
         shardings = None if mesh is None else parameter_shardings(model.axes, mesh, model.shapes)
         return hf.load(directory, shardings=shardings)
     directory, run = Path(directory), read_config(directory)
-    model, mesh = build(run.model), make_mesh(config.Mesh()) if mesh is None else mesh
+    model = build(run.model)
+    mesh = make_mesh(config.Mesh(), devices=jax.local_devices()[:1]) if mesh is None else mesh
     abstract = abstract_params(model, mesh, dtype=run.precision.params)
     if not (directory / TOKENIZER).exists():
         raise ValueError(f"{directory} has no {TOKENIZER} yet: let the run begin training")

@@ -12,6 +12,7 @@ from tfm_jax.data.tokenizer import Tokenizer
 from tfm_jax.decode.generate import Prompts, generate
 from tfm_jax.decode.text import search_settings
 from tfm_jax.models import Model
+from tfm_jax.sharding import on_host
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -24,7 +25,7 @@ def filled_masks(model: Model, params: dict, tokenizer: Tokenizer, batch: Batch,
 
     A place that is right has the token alone.
     """
-    found = np.asarray(_likeliest(params, batch["tokens"][:rows], batch["segment_ids"][:rows], model=model))
+    found = on_host(_likeliest(params, batch["tokens"][:rows], batch["segment_ids"][:rows], model=model))
     lines = []
     for row, predicted in enumerate(found):
         live = batch["segment_ids"][row] == 1
@@ -53,7 +54,7 @@ def restored_spans(
     sides = (batch["source_tokens"][:rows], batch["source_segment_ids"][:rows])
     prompts = Prompts(begun, np.ones_like(begun), sides[0], (sides[1] == 1).astype(np.int32))
     settings = search_settings(tokenizer, decode)
-    found = jax.device_get(generate(params, prompts, model=model, settings=settings))
+    found = on_host(generate(params, prompts, model=model, settings=settings))
     pairs = []
     for row in range(rows):
         source = sides[0][row][sides[1][row] == 1]
