@@ -421,7 +421,7 @@ def test_the_files_of_the_published_vocabulary_are_written_and_compared(tmp_path
     """Of another text they are not the published ones, and it says so; those of the text itself need the data."""
     for name in multi30k_bpe.TEXTS.values():
         for side, language in enumerate(("en", "de")):
-            path = folder / "tok" / f"{name}.lc.norm.tok.{language}.gz"
+            path = tmp_path / "data" / "tok" / f"{name}.lc.norm.tok.{language}.gz"
             path.parent.mkdir(parents=True, exist_ok=True)
             write(path, [pair[side] for pair in PAIRS * 2], open=gzip.open)
     config = replace(multi30k_bpe.CONFIG, dir=str(tmp_path / "data"), out=str(tmp_path / "out"), merges=3)

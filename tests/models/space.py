@@ -91,6 +91,8 @@ WRONG = {
     "t5_buckets": (0, 3, 8.0, None),
     "t5_max_distance": (0, 1, 8.0),
     "implementation": ("cudnn", "flash", None),
+    "remat": ("some", None),
+    "unroll": (0, -1, 2.0, None),
     "attention_scale": ("d_k", None),
     "attention_bias": (None, 1, "no"),
     "attention_output_bias": (None, 0),
@@ -120,6 +122,8 @@ OTHER = {
     "t5_buckets": (4, 5, 8, 32),
     "t5_max_distance": (3, 13, 128),
     "implementation": ("auto", "reference", "blockwise", "splash"),
+    "remat": ("none", "dots", "full"),
+    "unroll": (1, 2, 3),
 }
 """Legal or not by what the others are."""
 
@@ -141,6 +145,7 @@ def legal(rng, family):
     values |= {"positions": positions, "num_heads": heads, "d_k": d_k, "d_model": d_model, "d_v": one((None, 5))}
     values["num_kv_heads"] = one((None, *(n for n in range(1, heads + 1) if heads % n == 0)))
     biased = positions in ("alibi", "shaw", "t5") or values["dropout"].get("attention", 0.0)
+    values |= {"remat": one(("none", "dots", "full")), "unroll": one((1, 2, 3))}
     values["implementation"] = one(("auto", "reference", "blockwise", *(() if biased else ("splash",))))
     match positions:
         case "rope":
