@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.benchmarks import attention, data, decode, train_step
+from experiments.benchmarks import attention, data, decode, depth, train_step
 from tfm_jax.config import Mesh
 from tfm_jax.models import build
 from tfm_jax.models.bert import BERTConfig
@@ -273,6 +273,16 @@ def test_steps_are_measured_with_their_floor(name, tokens, devices, change, tmp_
     state = 12 * build(STEPS[name].model).num_parameters
     assert state / devices < row["peak_memory"] < 12 * state
     assert train_step.markdown(result) in capsys.readouterr().out
+
+
+def test_the_kept_train_steps_and_depths_are_shown():
+    page = (RESULTS / "README.md").read_text(encoding="utf-8")
+    kept = json.loads((RESULTS / "train_step_cpu.json").read_text(encoding="utf-8"))
+    assert train_step.markdown(kept) in page
+    assert {row["size"] for row in kept["rows"]} == {*train_step.SIZES}
+    assert {row["size"] for row in kept["rows"] if "peer" in row} == {*train_step.PEERS}
+    kept = json.loads((RESULTS / "depth_cpu.json").read_text(encoding="utf-8"))
+    assert depth.markdown(kept) in page
 
 
 def of_layers(size, *sides):

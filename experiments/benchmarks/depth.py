@@ -3,7 +3,7 @@
 A train step of a GPT, 256 wide, 8 rows of 256 tokens. Layers of a stack are one body of a loop, so the time to trace
 and compile should not grow with their number: at most 1.3 times for 24 layers what it is for 4. Of 12 layers, `full`
 keeps only each layer's input for the gradient: at most a quarter of the temporary memory for at most 1.35 times the
-FLOPs. About three minutes on two CPU cores (accelerators: not measured).
+FLOPs. About two minutes on two CPU cores (accelerators: not measured).
 
     python experiments/benchmarks/depth.py --json runs/depth.json
 

@@ -111,7 +111,7 @@ def test_memory_for_computation(steps):
 
 def test_flops_are_counted_in_loops():
     """The count that the test above relies on, by hand: 6 N tokens for the parameters in products, and attention's."""
-    objective = objective_of(num_layers=3)
+    objective = objective_of(num_layers=3, remat="none")
     params = objective.model.shapes
     loss = lambda params: objective(params, batch_of(), None)["loss"][0]  # noqa: E731
     found = product_flops(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)

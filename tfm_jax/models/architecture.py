@@ -77,9 +77,9 @@ class Architecture:
     """Distance from which on all share the last bucket, for positions = t5. Unit: tokens."""
     implementation: Literal["auto", "reference", "blockwise", "cudnn", "splash"] = "auto"
     """Of attention over whole sequences; auto chooses by platform, shape and request (`ops.explain_implementation`)."""
-    remat: Literal["none", "dots", "full"] = "none"
+    remat: Literal["none", "dots", "full"] = "dots"
     """What a training step computes again for the gradient instead of keeping it: nothing; all of a layer but its
-    products with parameters; or all of it, from its input alone, for the least memory."""
+    products with parameters, the fastest on a CPU; or all of it, from its input alone, for the least memory."""
     unroll: int = 1
     """Layers that the loop over equal layers runs in one turn; more of them compile longer and may run faster. The last
     turn may have fewer. Unit: layers."""

@@ -3,6 +3,7 @@
 `params` are nested dicts of arrays, as the modules of `nn` own them; a bias that is absent is not added.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,9 +28,18 @@ from tfm_jax.ops.multi_head import (
 from tfm_jax.ops.positions import Rotary
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "geglu", "geglu_tanh", "swiglu"]
+
+
+def _gelu(x):
+    """x Phi(x) (Hendrycks and Gimpel 2016), in float32. By erf, as torch has it: the erfc of jax.nn.gelu is right to
+    more digits where the result is next to nothing, and makes a train step on a CPU a fifth slower."""
+    wide = x.astype(jnp.float32)
+    return (0.5 * wide * (1.0 + jax.lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
+
+
 ACTIVATIONS = {
     "relu": jax.nn.relu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu": _gelu,
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "silu": jax.nn.silu,
 }
@@ -51,7 +61,7 @@ class BlockSettings:
     """Rotary embedding of the queries and keys of self-attention; None: none."""
     implementation: str | Implementation = "auto"
     """Of attention: a name in `ops.attention.IMPLEMENTATIONS`, or auto."""
-    remat: Literal["none", "dots", "full"] = "none"
+    remat: Literal["none", "dots", "full"] = "dots"
     """What a stack of blocks computes again for the gradient: nothing, all but products with parameters, or all."""
     unroll: int = 1
     """Blocks in one turn of a stack's loop."""
