@@ -35,3 +35,13 @@ def programs_of_one_file():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture
+def as_a_reader_has_it():
+    """The tests' strictness about ranks and dtypes is not that of a reader of the README or of an experiment."""
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    jax.config.update("jax_numpy_rank_promotion", "allow")
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -19,14 +19,7 @@ def block(containing):
     return found
 
 
-@pytest.fixture(autouse=True)
-def as_a_reader_has_it():
-    """The tests' strictness about ranks and dtypes is not a reader's."""
-    jax.config.update("jax_numpy_dtype_promotion", "standard")
-    jax.config.update("jax_numpy_rank_promotion", "allow")
-    yield
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
-    jax.config.update("jax_numpy_rank_promotion", "raise")
+pytestmark = pytest.mark.usefixtures("as_a_reader_has_it")
 
 
 def run(text, **names):
