@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-oracles lint
+.PHONY: help venv demo test test-slow test-notebooks test-oracles lint
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,6 +20,9 @@ test: venv ## the tests that are not slow, on all cores
 
 test-slow: venv ## the slow tests
 	$(BIN)/python -m pytest -m "slow and not oracles"
+
+test-notebooks: venv ## execute the notebooks, five minutes on two cores
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile notebooks
 
 test-oracles: $(VENV)/.installed-oracles ## compare with torch and transformers, and a published checkpoint (installs them)
 	$(BIN)/python -m pytest -m oracles --numprocesses auto --dist loadfile

@@ -4,7 +4,7 @@ The task stands before the text (Raffel et al. 2020): "translate: I like tea." i
 "review: a charming film" with "positive". Trained from scratch for 10 minutes on two CPU cores, on English-German
 sentences of Tatoeba with at most 8 English words and on the phrases of SST-2. Scored are 1,000 Tatoeba sentences whose
 English side does not occur in training (BLEU), and the 872 of SST-2's dev set (share of answers that are the right
-word). Expected: at least 10 BLEU and 0.75 (measured: 16.0 and 0.798, 11 minutes in all).
+word). Expected: at least 20 BLEU and 0.75 (measured: 30.6 and 0.798, 11 minutes in all).
 
     python experiments/t5_tasks.py --data.dir DIR --run-dir runs/t5_tasks
 
@@ -41,11 +41,11 @@ CONFIG = Run(
         norm_eps=1e-6,
         activation="geglu_tanh",
         positions="t5",
-        attention_scale="sqrt",
+        attention_scale="none",
         attention_bias=False,
         feed_forward_bias=False,
         embedding_scale=False,
-        logits_scale=False,
+        logits_scale=True,
         dropout=Dropout(embedding=0.0, residual=0.0, attention=0.0, feed_forward=0.0),
     ),
     data=Data(
@@ -58,13 +58,11 @@ CONFIG = Run(
         num_buckets=6,
     ),
     optimizer=Optimizer(
-        name="adamw",
+        # its updates are shares of a parameter's size, as small queries and large embeddings want them
+        name="adafactor",
         schedule="inverse_sqrt",
-        learning_rate=3e-3,
+        learning_rate=2e-2,
         warmup_steps=400,
-        b2=0.98,
-        eps=1e-8,
-        weight_decay=0.01,
         clip_norm=1.0,
     ),
     train=Train(max_minutes=10.0, label_smoothing=0.1, checkpoint_every=400, keep_last=3, final="average"),

@@ -49,6 +49,10 @@ def small_model(num_heads: int, attention_scale: str) -> Model:
 def learn(model: Model, steps: int = STEPS) -> tuple[dict, np.ndarray]:
     """Its parameters after so many updates, and the loss before each."""
     loss, params = language_loss(model, mirrored), model.init(jax.random.key(1))
+    if model.config.attention_scale == "none":
+        # the library lets queries that will not be scaled begin smaller: here they begin as all others do
+        attention = params["encoder"]["layers"]["attention"]
+        attention["query"] = attention["query"] * attention["query"].shape[-1] ** 0.5
     params, losses = trained(loss, params, steps=steps, learning_rate=1e-3)
     return params, np.asarray(losses)
 

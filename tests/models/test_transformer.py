@@ -16,6 +16,7 @@ import pytest
 
 from tfm_jax import config
 from tfm_jax.models import build
+from tfm_jax.models.t5 import t5, t5_v1_1
 from tfm_jax.models.transformer import (
     Dropout,
     TransformerConfig,
@@ -877,3 +878,13 @@ def test_a_layer_that_only_one_stack_has_is_read_there():
     for layer in (3, -1):
         with pytest.raises(ValueError, match=f"layer is {layer}: the model has layers 0 to 2"):
             read(layer=layer)
+
+
+@pytest.mark.parametrize("make", [t5, t5_v1_1])
+def test_a_fresh_t5_reads_and_writes_with_a_variance_of_about_one(make):
+    """Its embeddings are read as they are, and what its output layer reads is divided, if that shares the table."""
+    model = build(make(97, num_layers=1, d_model=64, d_ff=96, num_heads=4, d_k=16, max_length=9))
+    params = model.init(jax.random.key(0))
+    assert params["embedding"]["table"].std() == pytest.approx(1.0, rel=0.05)
+    tokens = jax.random.randint(jax.random.key(1), (4, 9), 0, 97, jnp.int32)
+    assert 0.5 < model.apply(params, tokens, tokens).std() < 2.0

@@ -264,3 +264,11 @@ def test_every_axis_has_a_name():
     feed_forward = nnx.eval_shape(lambda: FeedForward(D, F, rngs=rngs()))
     assert feed_forward.up.axes == ("embed", "mlp") and feed_forward.down.axes == ("mlp", "embed")
     assert nnx.eval_shape(lambda: Embedding(V, D, rngs=rngs())).table.axes == ("vocab", "embed")
+
+
+def test_queries_of_scores_that_nothing_divides_begin_smaller():
+    """By sqrt(d_k), as T5's do, so that both kinds of scores begin alike; keys and values are the same."""
+    scaled, unscaled = (plain(MultiHeadAttention(24, 2, d_k=16, scaled=kind, rngs=rngs())) for kind in (True, False))
+    np.testing.assert_allclose(unscaled["query"] * 4.0, scaled["query"], **FLOAT32)
+    for name in ("key", "value", "output"):
+        np.testing.assert_array_equal(unscaled[name], scaled[name])

@@ -130,7 +130,9 @@ def test_devices_train_as_one(family, mesh):
     """B22, B25, I15: unequal numbers of targets, a device with none; three updates of SGD with momentum."""
     losses, gradient, params, program = trained(family, MESHES[mesh])
     alone = trained(family, config.Mesh())
-    np.testing.assert_allclose(losses, alone[0], rtol=0, atol=1e-6)
+    assert abs(losses[0] - alone[0][0]) <= 1e-6
+    # of parameters that differ by rounding; a float32 of this size has steps of 2e-7
+    np.testing.assert_allclose(losses[1:], alone[0][1:], rtol=1e-6)
     assert_close(gradient, alone[1])
     assert_close(params, alone[2])
     assert collectives(program) <= CALLED_FOR[mesh], collectives(program)

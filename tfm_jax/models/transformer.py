@@ -57,9 +57,12 @@ class Transformer(nnx.Module):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
         tied, sizes, settings = config.tied_embeddings, config.sizes, config.settings
-        self.embedding = Embedding(config.vocab_size, config.d_model, rngs=rngs)
+        # what is read as it is begins with variance 1, unless logits, which nothing divides, come of the same table
+        as_it_is = not config.embedding_scale and (config.logits_scale or tied in ("source_target", "none"))
+        std = 1.0 if as_it_is else None
+        self.embedding = Embedding(config.vocab_size, config.d_model, std=std, rngs=rngs)
         if tied in ("target_output", "none"):
-            self.source_embedding = Embedding(config.vocab_size, config.d_model, rngs=rngs)
+            self.source_embedding = Embedding(config.vocab_size, config.d_model, std=std, rngs=rngs)
         if config.positions == "learned":
             self.position_embedding = Embedding(config.max_length, config.d_model, axis=None, rngs=rngs)
             self.source_position_embedding = Embedding(config.max_length, config.d_model, axis=None, rngs=rngs)

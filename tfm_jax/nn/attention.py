@@ -1,5 +1,7 @@
 """Multi-head attention with its parameters."""
 
+import functools
+
 import jax
 from flax import nnx
 from jaxtyping import Array, Float, Key
@@ -37,7 +39,8 @@ class MultiHeadAttention(nnx.Module):
     d_k and d_v (the head sizes) are free; left out, d_k is d_model / num_heads and d_v is d_k. num_kv_heads: heads of
     keys and values, each for as many heads of queries (Ainslie et al. 2023); None: num_heads. bias: of the projections,
     the last one's only with output_bias. shaw_distance: k of the relative positions of Shaw et al. (2018), which add
-    two tables with 2 k + 1 rows that all heads share (their section 3.3); 0: none.
+    two tables with 2 k + 1 rows that all heads share (their section 3.3); 0: none. scaled: whether scores will be
+    divided by sqrt(d_k); where not, queries begin smaller by that, as T5's do, so that scores begin alike.
     """
 
     def __init__(
@@ -51,18 +54,22 @@ class MultiHeadAttention(nnx.Module):
         bias: bool = True,
         output_bias: bool = True,
         shaw_distance: int = 0,
+        scaled: bool = True,
         rngs: nnx.Rngs,
     ):
         d_k = head_size(d_model, num_heads, d_k)
         d_v = d_k if d_v is None else d_v
         kv_heads = kv_heads_of(num_heads, num_kv_heads)
         # half the variance of Xavier: query, key and value count as one matrix of three times the fan out
-        inward = jax.nn.initializers.variance_scaling(0.5, "fan_avg", "uniform", in_axis=0, out_axis=(1, 2))
+        inward = functools.partial(
+            jax.nn.initializers.variance_scaling, mode="fan_avg", distribution="uniform", in_axis=0, out_axis=(1, 2)
+        )
         outward = jax.nn.initializers.xavier_uniform(in_axis=(0, 1), out_axis=2)
         projections = {"query": (num_heads, d_k), "key": (kv_heads, d_k), "value": (kv_heads, d_v)}
         for name, heads in projections.items():
             shape, axes = (d_model, *heads), ("embed", "heads" if name == "query" else "kv_heads", None)
-            setattr(self, name, param(shape, axes=axes, init=inward, rngs=rngs))
+            smaller = name == "query" and not scaled
+            setattr(self, name, param(shape, axes=axes, init=inward(0.5 / d_k if smaller else 0.5), rngs=rngs))
             if bias:
                 setattr(self, f"{name}_bias", param(shape[1:], axes=axes[1:], init=zeros, rngs=rngs))
         shape, axes = (num_heads, d_v, d_model), ("heads", None, "embed")

@@ -41,7 +41,7 @@ class EncoderBlock(nnx.Module):
 
     def __init__(self, sizes: BlockSizes, settings: BlockSettings, *, rngs: nnx.Rngs):
         self.settings = settings
-        self.attention = _attention(sizes, rngs, shaw_distance=sizes.shaw_distance)
+        self.attention = _attention(sizes, settings, rngs, shaw_distance=sizes.shaw_distance)
         self.attention_norm = _norm(sizes, settings, rngs)
         self.feed_forward = _feed_forward(sizes, settings, rngs)
         self.feed_forward_norm = _norm(sizes, settings, rngs)
@@ -65,9 +65,9 @@ class DecoderBlock(nnx.Module):
 
     def __init__(self, sizes: BlockSizes, settings: BlockSettings, *, rngs: nnx.Rngs):
         self.settings = settings
-        self.attention = _attention(sizes, rngs, shaw_distance=sizes.shaw_distance)
+        self.attention = _attention(sizes, settings, rngs, shaw_distance=sizes.shaw_distance)
         self.attention_norm = _norm(sizes, settings, rngs)
-        self.cross_attention = _attention(sizes, rngs)
+        self.cross_attention = _attention(sizes, settings, rngs)
         self.cross_attention_norm = _norm(sizes, settings, rngs)
         self.feed_forward = _feed_forward(sizes, settings, rngs)
         self.feed_forward_norm = _norm(sizes, settings, rngs)
@@ -89,7 +89,9 @@ class DecoderBlock(nnx.Module):
         return blocks.decoder_block(params, x, cross, **own, cross_mask=cross_mask, settings=self.settings, key=key)[0]
 
 
-def _attention(sizes: BlockSizes, rngs: nnx.Rngs, *, shaw_distance: int = 0) -> MultiHeadAttention:
+def _attention(
+    sizes: BlockSizes, settings: BlockSettings, rngs: nnx.Rngs, *, shaw_distance: int = 0
+) -> MultiHeadAttention:
     return MultiHeadAttention(
         sizes.d_model,
         sizes.num_heads,
@@ -99,6 +101,7 @@ def _attention(sizes: BlockSizes, rngs: nnx.Rngs, *, shaw_distance: int = 0) -> 
         bias=sizes.attention_bias,
         output_bias=sizes.attention_output_bias,
         shaw_distance=shaw_distance,
+        scaled=settings.attention_scale == "sqrt",
         rngs=rngs,
     )
 

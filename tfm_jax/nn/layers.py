@@ -26,10 +26,21 @@ def plain(module: nnx.Module) -> dict:
 
 
 class Embedding(nnx.Module):
-    """A table of V vectors of width D with standard deviation D ** -0.5; `attend` uses it as an output layer too."""
+    """A table of V vectors of width D; `attend` uses it as an output layer too.
 
-    def __init__(self, vocab_size: int, d_model: int, *, axis: str | None = "vocab", rngs: nnx.Rngs):
-        init = jax.nn.initializers.normal(d_model**-0.5)
+    std: the standard deviation of its initial values; None: D ** -0.5.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        *,
+        axis: str | None = "vocab",
+        std: float | None = None,
+        rngs: nnx.Rngs,
+    ):
+        init = jax.nn.initializers.normal(d_model**-0.5 if std is None else std)
         self.axis, self.table = axis, param((vocab_size, d_model), axes=(axis, "embed"), init=init, rngs=rngs)
 
     def __call__(self, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
