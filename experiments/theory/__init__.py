@@ -4,7 +4,6 @@ Every file of this folder is one claim of the literature. Its `measure(figures)`
 functions, draws into the folder `figures`, and gives rows for the table of `python -m experiments.theory`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -43,6 +42,3 @@ def at_most(claim: str, predicted: float, measured: float, *, note: str = "") ->
 def at_least(claim: str, predicted: float, measured: float, *, note: str = "") -> Row:
     """A row that holds where measured is no less than predicted."""
     return Row(claim, float(predicted), float(measured), "at least", bool(measured >= predicted), note)
-
-
-Measure = Callable[..., list[Row]]

@@ -94,6 +94,8 @@ def main(json_file: str, only: tuple[str, ...]) -> int:
     if unknown:
         raise SystemExit(f"--only names {', '.join(unknown)}: there are {', '.join(CLAIMS)}")
     path, console, rows, seconds, pictures = Path(json_file), Console(stderr=True), [], {}, {}
+    if path.suffix != ".json" or path.is_dir():
+        raise SystemExit(f"--json {json_file}: name a file that ends in .json; a page and pictures come beside it")
     path.parent.mkdir(parents=True, exist_ok=True)
     for name in track(only or CLAIMS, description="claims", console=console):
         began = time.perf_counter()

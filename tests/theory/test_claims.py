@@ -61,6 +61,12 @@ def test_an_unknown_claim_is_refused_by_name():
         __main__.command(only=("masks", "nonsense"))
 
 
+@pytest.mark.parametrize("path", ["runs/theory", "theory.md"])
+def test_a_place_where_no_result_can_go_is_refused_before_the_work(path):
+    with pytest.raises(SystemExit, match=f"--json {path}: name a file that ends in .json"):
+        __main__.command(path, ("masks",))
+
+
 def test_every_file_with_a_measurement_is_a_claim():
     folder = Path(__main__.__file__).parent
     files = {path.stem for path in folder.glob("*.py") if "\ndef measure(" in path.read_text(encoding="utf-8")}

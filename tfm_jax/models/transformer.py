@@ -64,8 +64,8 @@ class Transformer(nnx.Module):
         if tied in ("target_output", "none"):
             self.source_embedding = Embedding(config.vocab_size, config.d_model, std=std, rngs=rngs)
         if config.positions == "learned":
-            self.position_embedding = Embedding(config.max_length, config.d_model, axis=None, rngs=rngs)
-            self.source_position_embedding = Embedding(config.max_length, config.d_model, axis=None, rngs=rngs)
+            shape, options = (config.max_length, config.d_model), {"axis": None, "std": std, "rngs": rngs}
+            self.position_embedding, self.source_position_embedding = (Embedding(*shape, **options) for _ in range(2))
         if config.embedding_norm:
             norm = NORMS[config.norm_kind]
             self.embedding_norm = norm(config.d_model, eps=config.norm_eps, rngs=rngs)
