@@ -3,7 +3,7 @@
 The small Transformer of multi30k.py learns from the same start and the same batches, with the same elements dropped,
 once with products and activations in float32 and once in bfloat16 (parameters, sums of gradients and the optimizer in
 float32 both times). Compared are the training losses, means of 25 updates each, and the validation losses. Expected:
-no difference over 1 % of the loss, in 500 updates (measured: 0.2 %); about 5 minutes on two CPU cores, which multiply
+no difference over 1 % of the loss, in 500 updates (measured: 0.4 %); about 5 minutes on two CPU cores, which multiply
 bfloat16 no faster.
 
     python experiments/precision.py --data.dir DIR --run-dir runs/precision
